@@ -33,11 +33,11 @@ file to the weights](from-file-to-weights.md) follows one record through the pac
 def page() -> str:
     """Return the content of docs/map.md."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from test_architecture import FLOORS
+    from test_architecture import LAYERS
 
     imported = imports_between_packages()
     lines = [INTRODUCTION]
-    for layer in FLOORS:
+    for layer in LAYERS:
         for package in sorted(layer, key=lambda name: (name != "loop", name)):
             if (SOURCE / package).is_dir() and any((SOURCE / package).rglob("*.py")):
                 lines += [*section(package, imported[package])]

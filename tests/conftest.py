@@ -1,4 +1,4 @@
-"""Shared by all tests: few threads, no network, models and data sets."""
+"""Hooks and fixtures of all tests: few threads, no network, a shared model and data sets."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 import pytest
 import torch
@@ -18,34 +18,36 @@ from representative import mark_unsampled
 
 GOLDEN = Path(__file__).parent / "golden"
 
-BEGINS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-of_now: list[pytest.Item] = []
+PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+running_tests: list[pytest.Item] = []
 
 
-def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    renders = event == "subprocess.Popen" and any("render" in str(word) for word in arguments[1])  # a chat template
-    if event in BEGINS_A_PROCESS and of_now and not renders:
-        pytest.fail(f"{of_now[-1].nodeid} starts a process ({arguments[:1]}): mark it `run`")
+def _fail_on_process_start(event: str, arguments: tuple[object, ...]) -> None:
+    # Chat templates are rendered in a process.
+    is_renderer = event == "subprocess.Popen" and any("render" in str(word) for word in arguments[1])
+    if event in PROCESS_EVENTS and running_tests and not is_renderer:
+        pytest.fail(f"{running_tests[-1].nodeid} starts a process ({arguments[:1]}): mark it `run`")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fail a test of ``make test-fast`` that starts a process, which is what it leaves out."""
-    if "not run" in config.option.markexpr and sys.platform == "linux":  # elsewhere the library of Python asks programs
-        sys.addaudithook(_refuse_processes)
+    """Fail tests that start a process without the mark ``run``, if only unmarked tests run (``make test-fast``)."""
+    # on other systems, Python starts processes itself
+    if "not run" in config.option.markexpr and sys.platform == "linux":
+        sys.addaudithook(_fail_on_process_start)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    of_now[:] = [item]
+    running_tests[:] = [item]
     try:
         return (yield)
     finally:
-        of_now.clear()
+        running_tests.clear()
 
 
 @pytest.fixture(autouse=True)
-def _errors_name_no_folder_of_this_machine(monkeypatch):
-    """The command that installs an extra is the same wherever the source code is."""
+def _hide_source_folder(monkeypatch):
+    """Let error messages name the same install command wherever the source code is."""
     monkeypatch.setattr("burnish.config.errors.source_folder", lambda: None)
 
 
@@ -55,9 +57,8 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _signals_are_heard():
-    """A suite that a shell started in the background ignores Ctrl-C, and under nohup the end of its terminal; so would
-    every process that a test starts."""
+def _restore_signal_handlers():
+    """Handle SIGINT and SIGHUP, also in child processes. Background jobs and nohup ignore them."""
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     for number, handler in defaults.items():
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -65,34 +66,34 @@ def _signals_are_heard():
 
 
 @pytest.fixture(autouse=True)
-def _no_group_is_left():
-    """A group of processes that a test opened is none of the next test, nor of the processes that it forks."""
+def _destroy_process_group():
+    """Destroy a process group that a test left open, also for the child processes of later tests."""
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
-def _no_secret_is_left() -> Iterator[None]:
-    """A secret that a test registered is not masked in the output of the next test."""
+def _forget_secrets() -> Iterator[None]:
+    """Forget the secrets that a test registered, so that they are not masked in the output of later tests."""
     yield
     if secrets := sys.modules.get("burnish.config.secrets"):
         secrets._known_secrets.clear()
 
 
 @pytest.fixture(autouse=True)
-def _no_patch_is_left() -> Iterator[None]:
-    """A function of a library that a test replaced is the library's own in the next test."""
+def _restore_patches() -> Iterator[None]:
+    """Restore the library functions that a test patched."""
     patching = sys.modules.get("burnish.utils.patching")
     before = list(patching._OF_PROCESS) if patching else []
     yield
     if patching := sys.modules.get("burnish.utils.patching"):
-        patching.restore([done for done in patching._OF_PROCESS if done not in before])
+        patching.restore([patch for patch in patching._OF_PROCESS if patch not in before])
 
 
 @pytest.fixture(autouse=True)
-def _log_levels_are_kept() -> Iterator[None]:
-    """A log level that a test set for a library, directly or by a run's options, does not apply to the next test."""
+def _restore_log_levels() -> Iterator[None]:
+    """Restore the log levels of libraries that a test changed, directly or by a run's options."""
     loggers = [logging.getLogger(name) for name in ("burnish", "transformers", "datasets", "peft", "accelerate")]
     before = [logger.level for logger in loggers]
     yield
@@ -102,7 +103,7 @@ def _log_levels_are_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of encoded rows for this session, so that no test reads what another version of burnish wrote."""
+    """Use an empty cache of encoded rows in each session, independent of other versions of burnish."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -110,7 +111,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and its tokenizer, to be read and copied."""
+    """A folder with a model and its tokenizer, which tests may read or copy but not change."""
     from small_run import make_model  # here, because transformers takes seconds to import
 
     return make_model(tmp_path_factory.mktemp("model"))
@@ -133,7 +134,7 @@ def user_folder(
 def library_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """``caplog``, with the loggers of transformers speaking to it, whatever earlier tests of the process have set."""
+    """``caplog`` that also captures transformers' logs, whatever earlier tests of the process have configured."""
     for name in ("transformers", "transformers.trainer"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         monkeypatch.setattr(logging.getLogger(name), "disabled", False)
@@ -143,7 +144,7 @@ def library_log(
 
 @pytest.fixture
 def golden_folder() -> Path:
-    """The folder of rows, numbers and data sets of other programs; its README says where each comes from."""
+    """The folder of expected rows, numbers and data sets; its README names the program that produced each."""
     return GOLDEN
 
 
@@ -152,7 +153,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that ``sample`` leaves out as slow, before ``-m`` selects tests.
 
     Raises:
-        pytest.UsageError: if test ids differ between processes, because pytest-xdist could not distribute the tests.
+        pytest.UsageError: if a test id contains an address: ids then differ between the processes of pytest-xdist.
     """
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:

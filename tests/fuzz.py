@@ -1,9 +1,10 @@
-"""Random inputs from hypothesis: each is accepted or rejected with a message of burnish, within a time limit.
+"""Test readers with random inputs from hypothesis: each is accepted or rejected with an error message, within a time
+limit.
 
     python tests/fuzz.py --inputs 100000 --seed 0        # make fuzz
 
-Configurations, ``dataset_info.json``, records, templates, tool calls, manifests, rows and adapters go through the very
-functions that a command reads them with.
+The inputs are configurations, ``dataset_info.json``, records, templates, tool calls, manifests, rows and adapters. They
+are read by the functions that the commands use.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import _dynamo  # noqa: F401 - seconds at the first optimizer; an import that is cut short fails later
+from torch import _dynamo  # noqa: F401 - takes seconds; the time limit must not interrupt this import
 
 import burnish
 from burnish.adapters.lora_fit import read_adapter_config as read_adapter
@@ -42,7 +43,7 @@ from burnish.run.recovery.resume import read_finished
 from burnish.utils.tensor_files import read_header
 
 SECONDS = 5
-"""No input takes longer, in seconds of the processor: others may keep the machine busy."""
+"""The limit for one input, in CPU seconds, so that it does not depend on the load of the machine."""
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 NUMBERS = st.one_of(st.integers(-(10**20), 10**20), st.floats(), st.booleans())
 JSON = st.recursive(
@@ -53,8 +54,8 @@ JSON = st.recursive(
 BYTES = st.one_of(st.binary(max_size=120), JSON.map(lambda value: json.dumps(value).encode()))
 
 
-def keyed(*names: str) -> st.SearchStrategy[Any]:
-    """Objects with some of these keys, and others."""
+def dict_with(*names: str) -> st.SearchStrategy[Any]:
+    """Return a strategy of objects with some of these keys and with random ones."""
     return st.dictionaries(st.one_of(st.sampled_from(names), TEXT), JSON, max_size=6)
 
 
@@ -66,11 +67,11 @@ YAML = st.one_of(
     OPTIONS.map(lambda result: "\n".join(f"{key}: {json.dumps(value)}" for key, value in result.items())),
 )  # fmt: skip
 JINJA = st.text("{}%# ()[]'\"|.*ab1=", max_size=60)
-CALL = st.one_of(keyed("name", "arguments"), st.lists(keyed("name", "arguments"), max_size=3)).map(json.dumps)
-TOOLS = st.one_of(JSON, st.lists(keyed("name", "type", "function", "parameters"), max_size=3)).map(json.dumps)
+CALL = st.one_of(dict_with("name", "arguments"), st.lists(dict_with("name", "arguments"), max_size=3)).map(json.dumps)
+TOOLS = st.one_of(JSON, st.lists(dict_with("name", "type", "function", "parameters"), max_size=3)).map(json.dumps)
 
 
-def _written(name: str, raw: bytes | str) -> Path:
+def _write(name: str, raw: bytes | str) -> Path:
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(raw if isinstance(raw, bytes) else raw.encode("utf-8", "surrogatepass"))
@@ -78,7 +79,7 @@ def _written(name: str, raw: bytes | str) -> Path:
 
 
 def _config(text: str) -> None:
-    read_config(_written("run.yaml", text))
+    read_config(_write("run.yaml", text))
 
 
 def _options(result: dict[str, Any]) -> None:
@@ -86,12 +87,12 @@ def _options(result: dict[str, Any]) -> None:
 
 
 def _records(raw: bytes, suffix: str) -> None:
-    for number, _ in enumerate(read_records(_written(f"rows{suffix}", raw))):
+    for number, _ in enumerate(read_records(_write(f"rows{suffix}", raw))):
         assert number < 1000
 
 
 def _info(raw: Any) -> None:
-    _written("info/dataset_info.json", raw if isinstance(raw, bytes) else json.dumps(raw))
+    _write("info/dataset_info.json", raw if isinstance(raw, bytes) else json.dumps(raw))
     find_sources(["a"], "info", lambda name: {}, {}, "dataset")
 
 
@@ -116,30 +117,30 @@ def _tools(text: str, name: str) -> None:
 
 
 def _manifest(raw: bytes) -> None:
-    _written("checkpoint/manifest.json", raw)
+    _write("checkpoint/manifest.json", raw)
     assert integrity_errors(Path("checkpoint"))
 
 
 def _rows(raw: bytes) -> None:
-    _written("stored/rows.json", raw)
+    _write("stored/rows.json", raw)
     read_rows_manifest(Path("stored"))
 
 
 def _adapter(raw: Any) -> None:
-    _written("adapter/adapter_config.json", raw if isinstance(raw, bytes) else json.dumps(raw))
+    _write("adapter/adapter_config.json", raw if isinstance(raw, bytes) else json.dumps(raw))
     read_adapter(Path("adapter"))
 
 
 def _state(raw: bytes) -> None:
-    TrainerState.load_from_json(str(_written("state.json", raw)))
+    TrainerState.load_from_json(str(_write("state.json", raw)))
 
 
 def _finished(raw: bytes) -> None:
-    read_finished(_written("out/.finished.json", raw).parent)
+    read_finished(_write("out/.finished.json", raw).parent)
 
 
 def _weights(raw: bytes) -> None:
-    path = _written("weights.safetensors", len(raw).to_bytes(8, "little") + raw + bytes(8))
+    path = _write("weights.safetensors", len(raw).to_bytes(8, "little") + raw + bytes(8))
     read_header(path)
     load_file(path)
 
@@ -150,18 +151,18 @@ TENSOR = st.fixed_dictionaries(
      "data_offsets": st.one_of(st.just([0, 8]), st.lists(st.integers(0, 9), max_size=3))},
 )  # fmt: skip
 HEADERS = st.dictionaries(st.one_of(st.just("__metadata__"), TEXT), st.one_of(TENSOR, TENSOR, JSON), max_size=3)
-DATA_SETS = st.fixed_dictionaries({"a": keyed("file_name", "columns", "tags", "formatting")})
+DATA_SETS = st.fixed_dictionaries({"a": dict_with("file_name", "columns", "tags", "formatting")})
 READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
     "configuration": (_config, (YAML,)),
     "options": (_options, (OPTIONS,)),
     "records": (_records, (BYTES, st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow"]))),
-    "dataset_info": (_info, (st.one_of(BYTES, keyed("a"), DATA_SETS),)),
+    "dataset_info": (_info, (st.one_of(BYTES, dict_with("a"), DATA_SETS),)),
     "templates": (_template, (JINJA,)),
     "tool calls": (_calls, (st.one_of(CALL, TEXT),)),
     "tools": (_tools, (st.one_of(TOOLS, TEXT), st.sampled_from(["default", "qwen", "glm4", "llama3", "mistral"]))),
     "manifests": (_manifest, (BYTES,)),
-    "rows": (_rows, (st.one_of(BYTES, keyed("layout", "files", "sha256").map(lambda v: json.dumps(v).encode())),)),
-    "adapters": (_adapter, (st.one_of(BYTES, keyed(*ADAPTER_KEYS)),)),
+    "rows": (_rows, (st.one_of(BYTES, dict_with("layout", "files", "sha256").map(lambda v: json.dumps(v).encode())),)),
+    "adapters": (_adapter, (st.one_of(BYTES, dict_with(*ADAPTER_KEYS)),)),
     "states": (_state, (BYTES,)),
     "finished runs": (_finished, (BYTES,)),
     "weights": (_weights, (st.one_of(BYTES, HEADERS.map(lambda value: json.dumps(value).encode())),)),
@@ -173,13 +174,13 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 
 
 def fuzz(name: str, num_inputs: int, first: int = 0) -> None:
-    """``num_inputs`` inputs for one reader, in the current folder. Raises where one ends in anything but a sentence."""
+    """Read random inputs with one reader, in the current folder. Only errors with a message may be raised."""
     read, strategies = READERS[name]
 
     @seed(first)
     @settings(max_examples=num_inputs, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.tuples(*strategies))
-    def each(inputs: tuple[Any, ...]) -> None:
+    def check_input(inputs: tuple[Any, ...]) -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             read(*inputs)
@@ -188,11 +189,11 @@ def fuzz(name: str, num_inputs: int, first: int = 0) -> None:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
-    before = signal.signal(signal.SIGPROF, _too_long)
+    previous_handler = signal.signal(signal.SIGPROF, _too_long)
     try:
-        each()
+        check_input()
     finally:
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, previous_handler)
 
 
 def main() -> None:
@@ -202,11 +203,11 @@ def main() -> None:
     requested = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        each = ceil(requested.inputs / len(READERS))
+        count = ceil(requested.inputs / len(READERS))
         for name in READERS:
-            fuzz(name, each, requested.seed)
-            print(f"{name}: {each:,} inputs", flush=True)
-    print(f"{each * len(READERS):,} inputs, seed {requested.seed}: each ended well or in a sentence of burnish's own.")
+            fuzz(name, count, requested.seed)
+            print(f"{name}: {count:,} inputs", flush=True)
+    print(f"{count * len(READERS):,} inputs, seed {requested.seed}: each ended well or in a sentence of burnish's own.")
 
 
 if __name__ == "__main__":

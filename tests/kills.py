@@ -1,11 +1,10 @@
-"""Kill a real process at random instants, most of them inside a save or a rotation, rerun the same command until the
-run is complete, and compare the result bit by bit with an uninterrupted run.
+"""Kill a training process at random moments, most of them during a save or a rotation of checkpoints, rerun the same
+command until the run is complete, and compare the result bitwise with an uninterrupted run.
 
     python tests/kills.py --kills 300 --seconds 600 --seed 0        # make test-kills
 
-An instant is a number of calls: the process counts the renames, flushes and removals that it makes, the updates of its
-weights, or the images that it decodes, and kills itself with SIGKILL at the one that was drawn, before it or after it.
-So an instant can be drawn again: the seed says it.
+The process counts the calls of some functions: renames, flushes and removals of files, updates of weights, decoded
+images. It kills itself with SIGKILL before or after a call that is drawn at random. The seed reproduces the draws.
 """
 
 import argparse
@@ -26,11 +25,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
-_PLACES = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
+_FILE_FUNCTIONS = ("rename", "fsync", "unlink", "rmdir", "replace", "mkdir")
 
 
 def kill_at(at: int, kind: str) -> None:
-    """Let this process kill itself at call ``at`` of those that are counted: before it or after it."""
+    """Make this process kill itself before or after call number ``at`` of the functions counted as ``kind``."""
     from burnish.inference.scheduler import Scheduler
     from burnish.loop.loop import Loop
     from burnish.models.images.processor import ImageProcessor
@@ -47,27 +46,27 @@ def kill_at(at: int, kind: str) -> None:
             if count == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def counted(module: Any, name: str, what: str) -> None:
-        plain = getattr(module, name)
+    def count_calls(module: Any, name: str, what: str) -> None:
+        function = getattr(module, name)
 
         def call(*arguments: Any, **kwargs: Any) -> Any:
             tick(what)
-            result = plain(*arguments, **kwargs)
+            result = function(*arguments, **kwargs)
             tick(what)
             return result
 
         setattr(module, name, call)
 
-    for name in _PLACES:
-        counted(os, name, "save")
-    counted(ImageProcessor, "tensors", "decode")  # in threads that decode ahead of the step
-    counted(Loop, "save", "save")
-    counted(Loop, "step", "step")
-    counted(SlotSource, "complete", "step")
-    counted(Generator, "_compute_rewards", "step")
-    counted(Loop, "microstep", "pass")
-    counted(Scheduler, "turn", "generation")
-    counted(RepetitionPenaltyReward, "_penalty", "reward")
+    for name in _FILE_FUNCTIONS:
+        count_calls(os, name, "save")
+    count_calls(ImageProcessor, "tensors", "decode")  # in threads that decode ahead of the step
+    count_calls(Loop, "save", "save")
+    count_calls(Loop, "step", "step")
+    count_calls(SlotSource, "complete", "step")
+    count_calls(Generator, "_compute_rewards", "step")
+    count_calls(Loop, "microstep", "pass")
+    count_calls(Scheduler, "turn", "generation")
+    count_calls(RepetitionPenaltyReward, "_penalty", "reward")
 
 
 WAYS: dict[str, list[str]] = {
@@ -77,12 +76,12 @@ WAYS: dict[str, list[str]] = {
     "packing": ["packing=true", "cutoff_len=64"],
     "streaming": ["streaming=true", "buffer_size=8"],
     "neftune and evaluation": ["neftune_noise_alpha=5", "val_size=4", "eval_strategy=steps", "eval_steps=3"],
-    "accumulation in the foreground": ["gradient_accumulation_steps=2", "save_in_background=false"],
-    "two kept": ["save_total_limit=2"],
-    "packed neftune, accumulated": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
+    "accumulation, synchronous saves": ["gradient_accumulation_steps=2", "save_in_background=false"],
+    "save_total_limit": ["save_total_limit=2"],
+    "packing, neftune, accumulation": ["packing=true", "cutoff_len=64", "neftune_noise_alpha=5",
                                     "gradient_accumulation_steps=2"],
-    "spikes are watched for": ["on_spike=rollback", "spike_ratio=1000"],
-    "moments in 8 bits": ["optim=adamw_bnb_8bit"],
+    "spike detection": ["on_spike=rollback", "spike_ratio=1000"],
+    "8-bit optimizer": ["optim=adamw_bnb_8bit"],
     "two processes": ["ddp_backend=gloo"],
     "completions, used twice": [
         "stage=grpo", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]', "num_generations=2",
@@ -94,7 +93,7 @@ WAYS: dict[str, list[str]] = {
         "ppo_buffer_size=2", "ppo_epochs=2", "gradient_accumulation_steps=1", "logging_steps=1", "num_train_epochs=1",
         "log_completions=false",
     ],
-    "pairs of completions": [
+    "online dpo": [
         "stage=dpo", "online=true", 'reward_funcs=[{"repetition_penalty_reward": {"ngram_size": 1}}]',
         "num_generations=3", "max_completion_length=8", "gradient_accumulation_steps=1", "logging_steps=1",
         "num_train_epochs=1", "log_completions=false",
@@ -107,32 +106,32 @@ WAYS |= {
                                        "freeze_vision_tower=false", "finetuning_type=lora", "lora_dropout=0.1"],
 }  # fmt: skip
 IMAGES = ("images", "images of pairs, tower trained")
-"""The images are decoded while others are trained on; ``make_image_folder`` writes model and sets."""
-ROLLOUTS = ("completions, used twice", "ppo", "pairs of completions")
+"""Configurations whose images are decoded in background threads; ``make_image_folder`` writes their model and data."""
+ROLLOUTS = ("completions, used twice", "ppo", "online dpo")
 KINDS: dict[str, dict[str, int]] = {
     **{way: {"save": 60, "step": 20, "pass": 16, "generation": 40, "reward": 40} for way in ROLLOUTS},
     **{way: {"save": 60, "step": 10, "decode": 40} for way in IMAGES},
 }
-"""Way -> kinds of instants, each as likely as the others, and the number of calls within which one is drawn."""
+"""The kinds of calls that are counted in a configuration, and the number of calls from which one is drawn."""
 _USUAL = {"save": 60, "step": 10}
 RANKS = {"two processes": 2}
-"""Way -> its processes, where they are several. They are killed together, as a machine that fails kills them."""
+"""The number of processes, if there are several. They are killed together, as if the machine failed."""
 TIMES = ("runtime", "per_second", "waiting", "time/generate", "time/reward", "time/logps", "time/train", "step_time")
-"""Ends of the names in a log that tell of time, which no run repeats."""
-NEEDS = {"moments in 8 bits": "bitsandbytes"}
-"""Way -> the library without which it is left out."""
+"""Suffixes of logged durations, which differ between runs."""
+NEEDS = {"8-bit optimizer": "bitsandbytes"}
+"""The library that a configuration requires; it is skipped if the library is not installed."""
 
 
 def run(folder: Path, argv: list[str], at: int = 0, kind: str = "save", ranks: int = 1) -> int:
-    """One attempt in ``folder``, in processes that are forked from this one, which has loaded the libraries. Returns
-    the exit status, -9 where one of them was killed, by itself; the others are then killed with it."""
+    """Run the command in ``folder``, in processes forked from this one, which has imported the libraries. Returns the
+    exit status: -9 if a process killed itself; the others are then killed too."""
     port, children = free_port(), {}
     for rank in range(ranks):
         child = os.fork()
         if not child:
             if ranks > 1:
-                where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                os.environ.update({name: str(value) for name, value in where.items()})
+                environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                os.environ.update({name: str(value) for name, value in environment.items()})
                 os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
             _attempt(folder, argv, at if rank == 0 else 0, kind)
         children[child] = rank
@@ -151,7 +150,7 @@ def run(folder: Path, argv: list[str], at: int = 0, kind: str = "save", ranks: i
 
 
 def _wait_for_first(children: Iterable[int]) -> tuple[int, int]:
-    """Wait for one of these processes. This process may have other children, such as a browser of an earlier test."""
+    """Wait for one of these processes. This process may have other children, such as the browser of an earlier test."""
     while True:
         for child in children:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -167,7 +166,7 @@ def free_port() -> int:
 
 
 def _attempt(folder: Path, argv: list[str], at: int, kind: str) -> None:
-    """The forked process: it never returns."""
+    """Run the command in the forked process. Does not return."""
     status = 70
     try:
         os.chdir(folder)
@@ -187,20 +186,20 @@ def _attempt(folder: Path, argv: list[str], at: int, kind: str) -> None:
         os._exit(status)
 
 
-def end_of(folder: Path) -> dict[str, object]:
-    """Read what a run leaves: weights, the parts of its last checkpoint, the history of its logs."""
+def read_result(folder: Path) -> dict[str, object]:
+    """Return the weights, the last checkpoint and the log history of a finished run."""
     out = folder / "out"
     history = json.loads((out / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    plain = [{k: v for k, v in e.items() if not k.endswith(TIMES)} for e in history]
+    entries = [{k: v for k, v in e.items() if not k.endswith(TIMES)} for e in history]
     last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     parts = [p for p in (*out.glob("*model*.safetensors"), *last.iterdir()) if p.suffix == ".safetensors"]
-    order = last / "stream.json"
-    bytes_of = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in [*parts, *([order] if order.is_file() else [])]}
-    return {"history": [e for e in plain if "train_loss" not in e], "steps": history[-1]["step"], **bytes_of}
+    stream = last / "stream.json"
+    contents = {f"{p.parent.name}/{p.name}": p.read_bytes() for p in [*parts, *([stream] if stream.is_file() else [])]}
+    return {"history": [e for e in entries if "train_loss" not in e], "steps": history[-1]["step"], **contents}
 
 
 def make_image_folder() -> None:
-    """Fill the working directory: a model that sees, sets of answers and of pairs with an image or two each, and
+    """Fill the working directory with a vision model, SFT and preference data with one or two images per record, and
     ``run.yaml``."""
     from bad_inputs import OPTIONS, write
     from vision_models import image_models
@@ -211,11 +210,11 @@ def make_image_folder() -> None:
     names = [f"p{number}_{40 + 8 * (number % 5)}x{40 + 8 * (number % 3)}.png" for number in range(12)]
     image_models().write_images(Path("data"), names)
     answers = [
-        {"instruction": f"<image>What is it? {'<image>' * (place % 2)}", "input": "", "output": f"It is {name[:2]}.",
-         "images": [name, *names[: place % 2]]}
-        for place, name in enumerate(names)
+        {"instruction": f"<image>What is it? {'<image>' * (index % 2)}", "input": "", "output": f"It is {name[:2]}.",
+         "images": [name, *names[: index % 2]]}
+        for index, name in enumerate(names)
     ]  # fmt: skip
-    pairs = [{**one, "chosen": one["output"], "rejected": "It is not."} for one in answers]
+    pairs = [{**record, "chosen": record["output"], "rejected": "It is not."} for record in answers]
     columns = {"prompt": "instruction", "query": "input", "images": "images"}
     write("data/images.json", answers)
     write("data/pairs.json", pairs)
@@ -229,39 +228,39 @@ def make_image_folder() -> None:
 
 
 def campaign(model: Path, way: str, kills: int, draws: random.Random, root: Path) -> Iterator[str]:
-    """``kills`` kills of one way of training. Yields a line for each."""
+    """Kill runs of one configuration ``kills`` times and compare the results. Yields a line for each attempt."""
     from bad_inputs import make_folder
 
-    def fresh(name: str) -> Path:
+    def make_run_folder(name: str) -> Path:
         folder = root / name
         folder.mkdir(parents=True)
-        before = Path.cwd()
+        previous = Path.cwd()
         os.chdir(folder)
         try:
             make_image_folder() if way in IMAGES else make_folder(model)
         finally:
-            os.chdir(before)
+            os.chdir(previous)
         return folder
 
     argv, ranks = [*WAYS[way], "plot_loss=false"], RANKS.get(way, 1)
-    alone = fresh("alone")
-    assert run(alone, argv, ranks=ranks) == 0
-    expected, done = end_of(alone), 0
-    while done < kills:
-        folder = fresh(f"killed-{done}")
+    uninterrupted = make_run_folder("alone")
+    assert run(uninterrupted, argv, ranks=ranks) == 0
+    expected, num_killed = read_result(uninterrupted), 0
+    while num_killed < kills:
+        folder = make_run_folder(f"killed-{num_killed}")
         for attempt in range(3):
             kinds = KINDS.get(way, _USUAL)
             kind = draws.choice([*kinds] if way in KINDS else ["save", "save", "save", "step"])
             at = draws.randrange(1, kinds[kind])
             status = run(folder, argv, at, kind, ranks)
-            done += status == -9
+            num_killed += status == -9
             yield f"{way}: {'killed' if status else 'ended'} in {kind} {at}, attempt {attempt + 1}"
-            if status == 0 or done >= kills:
+            if status == 0 or num_killed >= kills:
                 break
         assert run(folder, argv, ranks=ranks) == 0
-        result = end_of(folder)
-        wrong = [name for name in expected if result.get(name) != expected[name]]
-        assert not wrong, f"{way}: {wrong} differ after kills"
+        result = read_result(folder)
+        different = [name for name in expected if result.get(name) != expected[name]]
+        assert not different, f"{way}: {different} differ after kills"
         shutil.rmtree(folder)
 
 
@@ -278,12 +277,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     draws, began, num_kills = random.Random(options.seed), time.monotonic(), 0
-    with tempfile.TemporaryDirectory() as place:
-        model = make_model(Path(place) / "model")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
         number, ways = 0, [way for way in options.way or WAYS if way not in NEEDS or find_spec(NEEDS[way])]
         while num_kills < options.kills and time.monotonic() - began < options.seconds:
             way = ways[number % len(ways)]
-            for line in campaign(model, way, min(5, options.kills - num_kills), draws, Path(place) / str(number)):
+            for line in campaign(model, way, min(5, options.kills - num_kills), draws, Path(folder) / str(number)):
                 num_kills += ": killed" in line
                 print(line, flush=True)
             number += 1

@@ -1,6 +1,5 @@
-"""Architecture: import layers, one importing package per library, a light start, options read by one component and
-written by none. Checked on syntax trees, without imports.
-"""
+"""Checks of the architecture on syntax trees: import layers, one importing package per library, no imports at start,
+options that one component reads and none changes."""
 
 import ast
 import gc
@@ -27,8 +26,8 @@ def text_of(file: Path) -> str:
 
 @cache
 def tree_of(file: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once for all tests, and changed by none."""
-    gc.disable()  # Python below 3.11.8 fails where what is collected runs code while a tree is made (gh-106905)
+    """Return the syntax tree of a file. It is shared by all tests, which must not change it."""
+    gc.disable()  # Python below 3.11.8 fails if garbage collection runs code during parsing (gh-106905)
     try:
         return ast.parse(text_of(file))
     finally:
@@ -40,8 +39,8 @@ def nodes_of(tree: ast.AST) -> list[ast.AST]:
     return list(ast.walk(tree))
 
 
-# From the top of the house to the bottom; a package imports from floors below its own, and from itself.
-FLOORS = (
+# From the top layer to the bottom; a package may import from lower layers and from itself.
+LAYERS = (
     {"cli"},
     {"serve"},
     {"trainer", "explain", "export", "demo"},
@@ -55,18 +54,17 @@ FLOORS = (
     {"utils"},
     {"config"},
 )
-FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
-# Files of the root and the floor they stand on: the entries are the command line's; names that are public, and names
-# of other libraries, are nobody's.
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+# Modules of the root folder -> the package whose layer they belong to. Public and re-exported names belong to none.
 ROOT_FILES = {"__main__": "cli", "train": "cli", "cli": "cli", "__init__": None, "reexports": None, "rewards": None}
 
-# Library -> the files or packages that may import it.
-DOORS = {
+# The files or packages that may import a library.
+IMPORTERS = {
     "accelerate": {"parallel/accelerate.py"},
     "deepspeed": {"parallel/deepspeed/parallel.py"},
     "datasets": {"data/sets/sources.py", "data/reading/record_index.py"},
-    # Beside models and the face: transformers' own optimizer, schedule and callbacks are taken as they are, and the
-    # demo asks the saved model as any program would.
+    # Besides models and trainer: transformers' optimizer, schedule and callbacks are used unchanged, and the demo
+    # loads the saved model as any program would.
     "transformers": {
         "models",
         "trainer",
@@ -88,7 +86,7 @@ DOORS = {
     "tensorboard": {"report/trackers.py"},
     "mlflow": {"report/trackers.py"},
     "swanlab": {"report/trackers.py"},
-    # Routes are written in starlette's words; what runs them, and what reads HTTP, is behind wire's door.
+    # Routes use starlette; only serve/http runs the server and parses HTTP.
     "starlette": {"serve"},
     "httpx2": {"inference/remote"},
     "pydantic": {"serve/api"},
@@ -103,7 +101,7 @@ DOORS = {
 }
 FOUNDATION = {"loop", "checkpoint", "utils", "config"}
 FOUNDATION_MAY_IMPORT = {"burnish", "torch", "safetensors", "numpy"} | sys.stdlib_module_names
-"""safetensors is the format of checkpoints; numpy has a generator whose state belongs into them."""
+"""safetensors is the format of checkpoints, which contain the state of numpy's random generator."""
 
 
 def name_of(file: Path) -> str:
@@ -116,7 +114,7 @@ def package_of(file: Path) -> str | None:
 
 
 def imports(file: Path) -> Iterator[tuple[str, int]]:
-    """Every module that a file imports, wherever in it, and the line."""
+    """Yield each module that a file imports, also inside of functions, and the line."""
     for node in nodes_of(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -136,51 +134,53 @@ def test_packages_import_only_lower_layers() -> None:
     result = []
     for file, module, line in all_imports():
         package, target = package_of(file), (module + ".").split(".")[1]
-        is_of_a_floor = module.startswith("burnish.") and target in FLOOR_OF and package not in (None, target)
-        if is_of_a_floor and FLOOR_OF[target] <= FLOOR_OF[package]:
-            floors = f"{package} stands on floor {FLOOR_OF[package]}, {target} on floor {FLOOR_OF[target]}"
-            result.append(f"{name_of(file)}:{line} imports {module}: {floors}; imports point down")
+        is_checked = module.startswith("burnish.") and target in LAYER_OF and package not in (None, target)
+        if is_checked and LAYER_OF[target] <= LAYER_OF[package]:
+            layers = f"{package} is in layer {LAYER_OF[package]}, {target} in layer {LAYER_OF[target]}"
+            result.append(f"{name_of(file)}:{line} imports {module}: {layers}; only lower layers may be imported")
     assert not result, "\n".join(result)
 
 
 def test_each_library_is_imported_only_by_its_files() -> None:
     result = []
     for file, module, line in all_imports():
-        doors = DOORS.get(module.split(".")[0])
-        if doors and not any(name_of(file) == door or name_of(file).startswith(f"{door}/") for door in doors):
-            result.append(f"{name_of(file)}:{line} imports {module}; its door is {', '.join(sorted(doors))}")
+        allowed = IMPORTERS.get(module.split(".")[0])
+        if allowed and not any(name_of(file) == path or name_of(file).startswith(f"{path}/") for path in allowed):
+            result.append(f"{name_of(file)}:{line} imports {module}; only these may: {', '.join(sorted(allowed))}")
     assert not result, "\n".join(result)
 
 
 def test_loop_and_its_dependencies_import_only_torch_and_standard_library() -> None:
-    of_core = [(name_of(file), line, module) for file, module, line in all_imports() if package_of(file) in FOUNDATION]
-    assert of_core
-    assert not [result for result in of_core if result[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
+    in_foundation = [
+        (name_of(file), line, module) for file, module, line in all_imports() if package_of(file) in FOUNDATION
+    ]
+    assert in_foundation
+    assert not [result for result in in_foundation if result[2].split(".")[0] not in FOUNDATION_MAY_IMPORT]
 
 
 def test_base_install_has_no_audio_image_web_or_hub_dependencies() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
-    assert "torch" in needed
-    assert not needed & {"torchaudio", "torchvision", "starlette", "modelscope", "trl", "uvicorn"}
+    dependencies = {re.split(r"[^\w-]", line)[0] for line in project["dependencies"]}
+    assert "torch" in dependencies
+    assert not dependencies & {"torchaudio", "torchvision", "starlette", "modelscope", "trl", "uvicorn"}
 
 
 def test_every_extra_named_by_an_error_is_installable() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = set()
     for file in FILES:
-        own = re.findall(r'^EXTRA = "(\w+)"', text_of(file), re.MULTILINE)
+        constants = re.findall(r'^EXTRA = "(\w+)"', text_of(file), re.MULTILINE)
         calls = (node for node in nodes_of(tree_of(file)) if isinstance(node, ast.Call) and len(node.args) == 3)
         options = [node.args[2] for node in calls if ast.unparse(node.func) == "MissingExtraError"]
-        named.update(own, (extra.value for extra in options if isinstance(extra, ast.Constant)))
+        named.update(constants, (extra.value for extra in options if isinstance(extra, ast.Constant)))
     assert {"modelscope", "metrics", "optimizers", "quantization"} <= named
     assert named <= project["optional-dependencies"].keys()
 
 
 def test_files_that_may_import_a_library_exist() -> None:
-    for library, doors in DOORS.items():
-        for door in doors:
-            assert (SOURCE / door).exists(), f"{library}: there is no {door}"
+    for library, allowed in IMPORTERS.items():
+        for path in allowed:
+            assert (SOURCE / path).exists(), f"{library}: {path} does not exist"
 
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "accelerate", "matplotlib", "rich", "yaml", "numpy")
@@ -207,7 +207,7 @@ def test_importing_burnish_imports_no_library(statement: str) -> None:
 
 @pytest.mark.run
 def test_a_plan_registers_the_checks_of_every_module() -> None:
-    """Registration happens on import, so a check in a module that the plan does not import would never be called."""
+    """Checks are registered on import, so a check in a module that the plan does not import would never be called."""
     print_modules = "from burnish.run.plan.plan import CHECKS, NOTES\nfor one in CHECKS + NOTES: print(one.__module__)"
     registered = subprocess.run(
         [sys.executable, "-c", print_modules], capture_output=True, text=True, check=True,
@@ -221,18 +221,18 @@ def test_a_plan_registers_the_checks_of_every_module() -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 HOLDERS = {"options", "args", "choices", "_options", "training_args"}
-"""Names under which the flat options object travels."""
+"""Names of variables and attributes that hold the options."""
 
 
 def _is_options(node: ast.expr) -> bool:
-    """``options``, ``self.options``, ``plan.options``, ``run.args``."""
+    """Tell whether an expression is the options: ``options``, ``self.options``, ``plan.options``, ``run.args``."""
     if isinstance(node, ast.Name):
         return node.id in HOLDERS
     return isinstance(node, ast.Attribute) and node.attr in HOLDERS
 
 
 def _without_checks(tree: ast.Module) -> ast.Module:
-    """A check or a remark may look at any option, to hold others against it; that is not what the option is for."""
+    """Return the module without its check and note functions, which may compare any options."""
     statements = [
         n for n in tree.body if not (isinstance(n, ast.FunctionDef) and re.match(r"_?check_|\w+_notes$", n.name))
     ]
@@ -240,13 +240,15 @@ def _without_checks(tree: ast.Module) -> ast.Module:
 
 
 def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
-    """The options that a file reads: ``options.name``, ``getattr(options, "name")``, and names listed for a getattr."""
-    whole = tree_of(file)
-    tree = whole if with_checks else _without_checks(whole)
+    """Yield the options that a file reads: ``options.name``, ``getattr(options, "name")``, names listed for a
+    getattr."""
+    module = tree_of(file)
+    tree = module if with_checks else _without_checks(module)
     for node in nodes_of(tree):
         if isinstance(node, ast.Attribute) and _is_options(node.value):
             yield node.attr, node.lineno
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "switch_arguments":  # of optim.builtin
+        # defined in optim.builtin
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "switch_arguments":
             yield ast.literal_eval(node.args[0]), node.lineno
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_options(node.args[0]):
             if isinstance(node.args[1], ast.Constant):
@@ -257,7 +259,7 @@ def option_reads(file: Path, with_checks: bool) -> Iterator[tuple[str, int]]:
 
 
 def _readers(with_checks: bool) -> dict[str, set[str]]:
-    """Option -> the packages that read it."""
+    """Return the packages that read each option."""
     from burnish.config.options import specs
     from burnish.run.plan.plan import RunOptions
 
@@ -275,38 +277,42 @@ def test_every_option_is_read_or_has_a_reason() -> None:
 
     readers = _readers(with_checks=True)
     unread = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not readers[name]]
-    assert not set(unread) - READ_ELSEWHERE, f"declared, and read by nobody: {unread}"
-    inside = _readers(with_checks=False)
-    unused = [name for name, spec in specs(RunOptions).items() if not spec.ignored and not inside[name] - {"trainer"}]
-    assert not set(unused) - READ_ELSEWHERE, f"declared, and looked at by checks or the face alone: {unused}"
-    claimed = [
+    assert not set(unread) - READ_ELSEWHERE, f"declared but never read: {unread}"
+    readers_besides_checks = _readers(with_checks=False)
+    unused = [
+        name
+        for name, spec in specs(RunOptions).items()
+        if not spec.ignored and not readers_besides_checks[name] - {"trainer"}
+    ]
+    assert not set(unused) - READ_ELSEWHERE, f"declared but read only by checks or the trainer: {unused}"
+    wrongly_ignored = [
         name
         for name, spec in specs(RunOptions).items()
         if spec.ignored and readers[name] - {"run", "explain", "export", "trainer"}
     ]
-    assert not claimed, f"declared as without effect, and read all the same: {claimed}"
+    assert not wrongly_ignored, f"declared as without effect but read: {wrongly_ignored}"
 
 
 READ_ELSEWHERE = {
     "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo",
     "missing_control_tokens", "online",
 }  # fmt: skip
-"""Options that transformers' trackers read from the ``args`` they are given, one that decides what is refused, and one
-that makes another stage of a stage (``StageObjective.variants``)."""
+"""Options that transformers' trackers read from ``args``, one that only a check reads, and one that selects a variant
+of a stage (``StageObjective.variants``)."""
 SHARED = {
-    "lr_scheduler_type": {"optim"},  # core knows the curves, optim makes torch's schedule of them
+    "lr_scheduler_type": {"optim"},  # loop computes the curves, optim creates torch's schedulers
     "lr_scheduler_kwargs": {"optim"},
-    "learning_rate": {"adapters"},  # LoRA+ has a rate of its own for B, a multiple of it
-    "overwrite_output_dir": {"models"},  # an export writes over a folder under the same condition
-    "cache_dir": {"data"},  # a data set lies in the hub's cache as a model does, and wants the same token
+    "learning_rate": {"adapters"},  # LoRA+ trains B with a multiple of it
+    "overwrite_output_dir": {"models"},  # it also allows an export to overwrite a folder
+    "cache_dir": {"data"},  # data sets use the same hub cache and tokens as models
     "hf_hub_token": {"data"},
     "ms_hub_token": {"data"},
-    "per_device_train_batch_size": {"parallel"},  # a file of DeepSpeed says these three again
+    "per_device_train_batch_size": {"parallel"},  # a DeepSpeed config repeats these three
     "gradient_accumulation_steps": {"parallel"},
     "max_grad_norm": {"parallel"},
-    "gradient_checkpointing": {"losses"},  # one kind of it takes the gradient from a router's loss
+    "gradient_checkpointing": {"losses"},  # one variant drops the gradient of the router loss
     "gradient_checkpointing_kwargs": {"losses"},
-    # A prediction in a run and an answer elsewhere are drawn alike.
+    # Predictions in a run use the same sampling as the other commands.
     "do_sample": {"inference"},
     "temperature": {"inference"},
     "top_p": {"inference"},
@@ -314,22 +320,22 @@ SHARED = {
     "repetition_penalty": {"inference"},
     "max_new_tokens": {"inference"},
     "max_length": {"inference"},
-    "metric_for_best_model": {"loop"},  # declared with checkpoints, decided by evaluations
+    "metric_for_best_model": {"loop"},  # declared with the checkpoint options, used after an evaluation
     "greater_is_better": {"loop"},
     "load_best_model_at_end": {"loop"},
-    "save_only_model": {"loop"},  # which holds the parts of a checkpoint
-    "model_name_or_path": {"inference"},  # what is loaded to answer
+    "save_only_model": {"loop"},  # the loop holds the parts of a checkpoint
+    "model_name_or_path": {"inference"},  # the model to load
     "template": {"inference"},
-    "finetuning_type": {"inference"},  # whose adapters are loaded to answer
+    "finetuning_type": {"inference"},  # the type of adapters to load
     "adapter_name_or_path": {"inference"},
-    "max_completion_length": {"losses"},  # Dr. GRPO divides by it
-    "seed": {"models", "optim"},  # whoever draws numbers of its own
+    "max_completion_length": {"losses"},  # the denominator of Dr. GRPO
+    "seed": {"models", "optim"},  # packages with random generators
 }
-"""Options that other components read too, and why."""
+"""Options that further components read, and why."""
 
 
 def test_every_option_is_read_by_one_component() -> None:
-    """The package that declares it; the app, which plans and builds, and the compatible face may look too."""
+    """Besides the package that declares an option, only commands and trainers may read it."""
     from burnish.config.options import specs
     from burnish.run.plan.plan import RunOptions
 
@@ -344,7 +350,7 @@ def test_every_option_is_read_by_one_component() -> None:
 
 
 def test_no_nested_function_calls_itself() -> None:
-    """It would be a reference cycle, which keeps its variables, such as copies of weights, until a collection."""
+    """A recursive closure is a reference cycle, which keeps variables, such as weights, until a collection."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for file in FILES:
         for outer in (node for node in nodes_of(tree_of(file)) if isinstance(node, functions)):
@@ -364,8 +370,8 @@ def writes_to_options(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_options_are_never_modified() -> None:
-    own = [file for file in FILES if package_of(file) != "trainer"]
-    assert not [(name_of(file), *place) for file in own for place in writes_to_options(tree_of(file))]
+    files = [file for file in FILES if package_of(file) != "trainer"]
+    assert not [(name_of(file), *place) for file in files for place in writes_to_options(tree_of(file))]
 
 
 @pytest.mark.parametrize("line", ["options.seed = 1", "self.options.seed += 1", "setattr(options, 'seed', 1)"])
@@ -374,16 +380,15 @@ def test_modified_options_are_detected(line: str) -> None:
 
 
 def test_every_option_group_belongs_to_the_run() -> None:
-    """A dataclass of options that nobody joined to the flat class could never be set. Servers have options of their
-    own, which no run reads."""
+    """Options that are not part of the flat class could not be set. Servers have options that no run reads."""
     from burnish.run.plan.options import GROUPS, MEMBER_GROUPS
     from burnish.serve.api.options import ApiOptions
     from burnish.serve.eval.command import EvalOptions
     from burnish.serve.eval.dataset import PredictOptions
     from burnish.serve.page.options import WebOptions
 
-    own = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
-    joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *own) for base in group.__mro__}
+    server_groups = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
+    joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *server_groups) for base in group.__mro__}
     for file in FILES:
         for node in nodes_of(tree_of(file)):
             is_group = isinstance(node, ast.ClassDef) and node.name.endswith("Options")
@@ -398,25 +403,25 @@ def _is_option_call(statement: ast.stmt) -> bool:
 
 # --- patches ----------------------------------------------------------------------------------------------------------
 
-OF_MODELS = {
+MODEL_NAMES = {
     "model", "module", "modules", "layer", "layers", "part", "embedding", "linear", "head", "inner", "backbone",
 }  # fmt: skip
-"""Names under which modules of a model travel: what is set on them is looked at even where it is named as something of
-burnish's own."""
-OURS = {"self", "ctx", "cls", "run", "args", "own", "view", "keeper", "callback", "TrainerCallbackHandler", "control",
-        "summary", "callback_handler"}  # fmt: skip
-"""Names under which objects of burnish's own classes travel, where what is set on them is not seen in a class."""
+"""Names of variables that hold modules of a model. Attributes set on them are checked even if a class of burnish
+declares an attribute of that name."""
+OWN_OBJECTS = {"self", "ctx", "cls", "run", "args", "own", "view", "keeper", "callback", "TrainerCallbackHandler",
+               "control", "summary", "callback_handler"}  # fmt: skip
+"""Names of variables that hold objects of burnish's classes."""
 SETTINGS = {
     "config", "described", "server", "get_text_config", "finalize", "text", "generation_config", "generation",
     "limited", "tokenizer",
     "processing_class", "peft_config",
     "args", "cudnn", "backend", "holder", "loader", "found",
 }  # fmt: skip
-"""Objects that libraries hand out to be set: their configs, tokenizers and switches."""
-OF_TENSORS = {"data", "grad", "requires_grad"}
-CODE = {"forward", "__class__", "__call__"}
-"""Names that hold code: whoever they are set on, but ``self``, gets other code than its own."""
-ELSEWHERE = {
+"""Names of library objects that are meant to be modified: configs, tokenizers and switches."""
+TENSOR_ATTRIBUTES = {"data", "grad", "requires_grad"}
+CODE_ATTRIBUTES = {"forward", "__class__", "__call__"}
+"""Attributes that hold code: setting them on any object but ``self`` replaces its code."""
+EXCEPTIONS = {
     "parallel/deepspeed/parallel.py": "the number of micro-batches of a skipped step",
     "adapters/lora_model.py": "a copy of peft's config, made there",
     "kernels/lora.py": "a module made there, to be asked",
@@ -432,12 +437,12 @@ ELSEWHERE = {
     "run/loop.py": "a schedule continues with another learning rate",
     "utils/activity.py": "an exception carries the activity that it interrupted",
 }
-"""Files that set something on an object which no name above says to be burnish's, and why that is no patch."""
+"""Files that set attributes of other objects, and why that is not a patch."""
 
 
 @cache
 def own_attributes() -> set[str]:
-    """Names that burnish's own classes declare: fields, and what their methods set on ``self``."""
+    """Return the attributes that burnish's classes declare: fields, and what their methods set on ``self``."""
     result = set()
     for node in (node for file in FILES for node in nodes_of(tree_of(file))):
         if isinstance(node, ast.ClassDef):
@@ -448,7 +453,7 @@ def own_attributes() -> set[str]:
 
 
 def _root(node: ast.expr) -> str:
-    """The name on which an attribute is set: ``config`` in ``model.config.use_cache = ...``."""
+    """Return the object on which an attribute is set: ``config`` in ``model.config.use_cache = ...``."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Call):
@@ -465,8 +470,8 @@ def assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, int]]:
                     yield each, each.lineno
 
 
-def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Changes to objects that are not burnish's own, without ``core.patching``."""
+def unregistered_patches(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield changes to objects of other libraries that do not use ``utils.patching``."""
     aliases = {
         target.id
         for node in nodes_of(tree)
@@ -476,18 +481,18 @@ def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
     }
     for target, line in assignments(tree):
         root = _root(target.value)
-        is_declared = target.attr in own_attributes() and root not in OF_MODELS
-        is_known = is_declared or target.attr in OF_TENSORS or root in OURS | SETTINGS
-        if not is_known or (target.attr in CODE and root != "self"):
+        is_declared = target.attr in own_attributes() and root not in MODEL_NAMES
+        is_known = is_declared or target.attr in TENSOR_ATTRIBUTES or root in OWN_OBJECTS | SETTINGS
+        if not is_known or (target.attr in CODE_ATTRIBUTES and root != "self"):
             yield ast.unparse(target), line
     for node in nodes_of(tree):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            sets = name in {"setattr", "delattr"} or ast.unparse(node.func) in {
+            is_set = name in {"setattr", "delattr"} or ast.unparse(node.func) in {
                 "object.__setattr__",
                 "object.__delattr__",
             }
-            is_foreign = sets and _root(node.args[0]) not in OURS | SETTINGS
+            is_foreign = is_set and _root(node.args[0]) not in OWN_OBJECTS | SETTINGS
             is_hook = name.startswith("register_") and name.endswith("hook")
             is_update = name == "update" and _is_namespace(getattr(node.func, "value", node))
             if is_foreign or is_hook or is_update:
@@ -498,25 +503,31 @@ def patches_past_the_door(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _is_namespace(node: ast.expr) -> bool:
-    """``vars(x)``, ``x.__dict__``, ``sys.modules``: what stands there is somebody's name."""
+    """Tell whether an expression is the namespace of another object: ``vars(x)``, ``x.__dict__``, ``sys.modules``."""
     if isinstance(node, ast.Call):
         return (
-            getattr(node.func, "id", "") in {"vars", "globals"} and bool(node.args) and _root(node.args[0]) not in OURS
+            getattr(node.func, "id", "") in {"vars", "globals"}
+            and bool(node.args)
+            and _root(node.args[0]) not in OWN_OBJECTS
         )
-    return isinstance(node, ast.Attribute) and node.attr in {"__dict__", "modules"} and _root(node.value) not in OURS
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in {"__dict__", "modules"}
+        and _root(node.value) not in OWN_OBJECTS
+    )
 
 
 def test_foreign_code_is_only_changed_through_the_patch_register() -> None:
-    others = [file for file in FILES if name_of(file) not in ELSEWHERE.keys() | {"utils/patching.py"}]
-    result = {name_of(file): list(patches_past_the_door(tree_of(file))) for file in others}
+    others = [file for file in FILES if name_of(file) not in EXCEPTIONS.keys() | {"utils/patching.py"}]
+    result = {name_of(file): list(unregistered_patches(tree_of(file))) for file in others}
     result = {name: places for name, places in result.items() if places}
-    assert not result, f"{result}; use core.patching.patch(owner, name, value, why)"
+    assert not result, f"{result}; use utils.patching.patch(owner, name, value, why)"
 
 
 def test_exceptions_to_the_patch_register_still_exist() -> None:
-    for name in ELSEWHERE:
+    for name in EXCEPTIONS:
         tree = tree_of(SOURCE / name)
-        assert list(patches_past_the_door(tree)), f"{name} sets nothing any more; take it off the list"
+        assert list(unregistered_patches(tree)), f"{name} no longer sets attributes; remove it from EXCEPTIONS"
 
 
 @pytest.mark.parametrize(
@@ -531,26 +542,26 @@ def test_exceptions_to_the_patch_register_still_exist() -> None:
     ],
 )  # fmt: skip
 def test_change_without_the_patch_register_is_detected(line: str) -> None:
-    assert list(patches_past_the_door(ast.parse(line)))
+    assert list(unregistered_patches(ast.parse(line)))
 
 
 def test_components_do_not_accept_untyped_options() -> None:
     untyped = re.compile(r"\b_?options: (Any|object)\b")
-    generic = {"config/options.py", "config/registry.py"}  # read by declared names alone
+    generic = {"config/options.py", "config/registry.py"}  # they read options by their declared names only
     result = [name_of(f) for f in FILES if name_of(f) not in generic and untyped.search(text_of(f))]
     assert not result
 
 
 def test_each_package_has_an_introductory_docstring() -> None:
-    pages = {name_of(file): ast.get_docstring(tree_of(file)) or "" for file in FILES}
-    rooms = [name for name in pages if name.endswith("/__init__.py")]
-    assert not [name for name in rooms if not pages[name]]
-    whole = [name for name in rooms if name.count("/") == 1]
-    assert not [name for name in whole if not re.search(r"Begin\s+with", pages[name])]
+    docstrings = {name_of(file): ast.get_docstring(tree_of(file)) or "" for file in FILES}
+    packages = [name for name in docstrings if name.endswith("/__init__.py")]
+    assert not [name for name in packages if not docstrings[name]]
+    top_level = [name for name in packages if name.count("/") == 1]
+    assert not [name for name in top_level if not re.search(r"Begin\s+with", docstrings[name])]
 
 
 def _imports(file: Path, names: dict[str, Path]) -> set[str]:
-    """The files that a file imports, inside its functions and for its types too."""
+    """Return the modules of burnish that a file imports, also inside of functions and for type annotations."""
     result: set[str] = set()
     for node in nodes_of(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -561,13 +572,13 @@ def _imports(file: Path, names: dict[str, Path]) -> set[str]:
 def test_no_circular_imports() -> None:
     names = {".".join(f.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): f for f in FILES}
     left = {name: _imports(file, names) - {name} for name, file in names.items()}
-    while ready := [name for name, needed in left.items() if not needed & left.keys()]:
+    while ready := [name for name, imported in left.items() if not imported & left.keys()]:
         for name in ready:
             del left[name]
-    assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}
+    assert not left, {name: sorted(imported & left.keys()) for name, imported in left.items()}
 
 
-SAME_CLASS_NAME = {"DefaultFlowCallback"}  # burnish's, and a subclass of transformers' class for scripts
+SAME_CLASS_NAME = {"DefaultFlowCallback"}  # burnish's class, and a subclass of transformers' class for scripts
 
 
 def test_class_names_are_unique() -> None:
@@ -585,55 +596,61 @@ def test_folders_have_at_most_15_files() -> None:
     assert {name: size for name, size in sizes.items() if size > 15} == {}
 
 
-_NAMED_BY_OTHERS = {
+_CALLED_BY_NAME = {
     "_get_learning_rate", "_setup_devices",
     "compute_rewards", "load_rewards", "missing_columns", "stage_defaults", "RolloutLoss",
 }  # fmt: skip
-"""Names that transformers, its callbacks and its scripts ask of a Trainer and its arguments; and parts of rollouts that
-are not assembled yet."""
+"""Attributes of a Trainer and its arguments that transformers, callbacks and scripts use; and parts of rollouts that
+are not used yet."""
 
 
 def test_every_definition_is_used() -> None:
-    """A function of a file or a private method that is no part of a register stands somewhere else too."""
+    """The name of a function, class or private method without a decorator occurs at least twice in the source code."""
     words: dict[str, int] = defaultdict(int)
     for file in FILES:
         for word in re.findall(r"\w+", text_of(file)):
             words[word] += 1
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    alone = []
+    unused = []
     for file in FILES:
         tree = tree_of(file)
-        methods = [one for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body]
-        private = [one for one in methods if isinstance(one, kinds) and one.name.startswith("_")]
-        free = [one for one in tree.body if isinstance(one, (*kinds, ast.ClassDef))]
-        alone += [one.name for one in (*free, *private) if words[one.name] == 1 and not one.decorator_list]
-    found_by_name = {name for name in alone if name.startswith(("__", "check_")) or name.endswith("_notes")}
-    assert sorted(set(alone) - _NAMED_BY_OTHERS - found_by_name) == []
+        methods = [definition for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for definition in node.body]
+        private = [
+            definition for definition in methods if isinstance(definition, kinds) and definition.name.startswith("_")
+        ]
+        free = [definition for definition in tree.body if isinstance(definition, (*kinds, ast.ClassDef))]
+        unused += [
+            definition.name
+            for definition in (*free, *private)
+            if words[definition.name] == 1 and not definition.decorator_list
+        ]
+    found_by_name = {name for name in unused if name.startswith(("__", "check_")) or name.endswith("_notes")}
+    assert sorted(set(unused) - _CALLED_BY_NAME - found_by_name) == []
 
 
-@pytest.mark.parametrize("room", ["parallel", "inference", "serve"])
-def test_files_of_servers_have_a_maximum_length(room: str) -> None:
-    lengths = {name_of(f): len(text_of(f).splitlines()) for f in (SOURCE / room).rglob("*.py")}
+@pytest.mark.parametrize("package", ["parallel", "inference", "serve"])
+def test_files_of_servers_have_a_maximum_length(package: str) -> None:
+    lengths = {name_of(f): len(text_of(f).splitlines()) for f in (SOURCE / package).rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-_OWN_FILES = {
+_STAGE_FILES = {
     "kto": {"losses/kto.py", "trainer/trl/preferences/config.py", "trainer/trl/preferences/trainer.py"},
     "dpo": {"losses/pairs.py", "trainer/trl/preferences/trainer.py", "demo/command.py", "serve/page/layout.py"},
     "rm": {"losses/reward.py", "serve/eval/dataset.py"},
 }
-"""Files that may name a stage: its own, the trainer of that name, a preset of the page, and commands for one stage."""
+"""Files that may name a stage: its objective, its trainer, a preset of the web UI, and commands for one stage."""
 
 
-@pytest.mark.parametrize("stage", _OWN_FILES)
+@pytest.mark.parametrize("stage", _STAGE_FILES)
 def test_stage_names_occur_only_in_their_files(stage: str) -> None:
-    """The rest of the package reads what an objective declares."""
+    """Other files read what an objective declares."""
     result = {name_of(file) for file in FILES if f'"{stage}"' in text_of(file)}
-    assert result <= _OWN_FILES[stage]
+    assert result <= _STAGE_FILES[stage]
 
 
 def documented_arguments(docstring: str) -> list[str]:
-    """The names in the section ``Args:`` of a docstring."""
+    """Return the names in the section ``Args:`` of a docstring."""
     section = re.search(r"Args:\n((?:    .*\n|\n)*)", docstring + "\n")
     result = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", section.group(1), re.MULTILINE) if section else []
     return [name.strip(" *") for names in result for name in names.split(",")]
@@ -646,7 +663,7 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 def accepted_names(node: ast.AST) -> set[str] | None:
-    """The parameters of a function, or the fields and constructor parameters of a class; None if it inherits them."""
+    """Return parameters of a function, or fields and constructor parameters of a class; None if it inherits them."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return parameters_of(node)
     assert isinstance(node, ast.ClassDef)

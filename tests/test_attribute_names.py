@@ -1,7 +1,7 @@
 """Attributes of tokenizers, configs and models exist.
 
-Type checkers accept any name there, because classes of transformers define ``__getattr__``, and models are
-``nn.Module`` or ``Any``. The object is recognized by the name of its variable.
+Type checkers accept any attribute there, because classes of transformers define ``__getattr__``, and models are
+``nn.Module`` or ``Any``. The test recognizes an object by the name of its variable.
 """
 
 import ast
@@ -20,29 +20,29 @@ SOURCE = Path(__file__).parents[1] / "src" / "burnish"
 DECLARED = re.compile(r"^    (?:self\.)?(\w+)\s*[:=]|self\.(\w+)\s*[:=]", re.MULTILINE)
 
 OTHERS = {
-    "tokenizer": {"new_tokens", "trained_tokens", "legacy"},  # set by models/tokens.py, and of Llama's class
+    "tokenizer": {"new_tokens", "trained_tokens", "legacy"},  # set by models/tokens.py; an attribute of Llama's class
     "config": {
         "get", "items", "is_file", "parent",  # mappings and paths
-        "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler",  # of accelerate
+        "split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler",  # accelerate
         "gradient_accumulation_kwargs",
         "auto_map", "transformers_weights",  # keys of config.json
-        "orth_reg_weight",  # of AdaLoRA
+        "orth_reg_weight",  # AdaLoRA
     },
     "model": {
         "module", "original", "no_sync", "_orig_mod",  # wrappers
-        "get", "is_benchmark", "is_dir", "removesuffix", "seed",  # other objects of that name
-        "quantize", "save", "score",  # of gptqmodel, of classifiers
+        "get", "is_benchmark", "is_dir", "removesuffix", "seed",  # other objects with that name
+        "quantize", "save", "score",  # gptqmodel; classifiers
         "has_new_tokens", "hf_device_map", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit",
         "quantization_method", "_weight_conversions", "_forward_hooks", "_forward_pre_hooks",
     },
     "generation_config": set(),
 }  # fmt: skip
-"""Variable -> further attributes that are used."""
+"""Further attributes that may be used, by variable name."""
 
 
 @cache
 def known(variable: str) -> frozenset[str]:
-    """The attributes that an object of this name may have."""
+    """Return the attributes that an object of this name may have."""
     root = Path(transformers.__file__).parent
     generation = {*dir(GenerationConfig), *vars(GenerationConfig())}
     special = PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
@@ -66,7 +66,7 @@ def declared_in(file: Path) -> set[str]:
 
 
 def uses(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
-    """(variable, attribute, line) of all ``variable.attribute`` and ``getattr(variable, "attribute")``."""
+    """Yield (variable, attribute, line) of each ``variable.attribute`` and ``getattr(variable, "attribute")``."""
     for node in ast.walk(tree):
         owner, name = None, None
         if isinstance(node, ast.Attribute):
@@ -78,13 +78,16 @@ def uses(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
             yield variable, name, node.lineno
 
 
-def misspelt(source: str) -> list[str]:
+def unknown_attributes(source: str) -> list[str]:
     result = uses(ast.parse(source))
     return [f"line {line}: {variable}.{name}" for variable, name, line in result if name not in known(variable)]
 
 
 def test_attributes_of_tokenizers_configs_and_models_exist():
-    result = {file.relative_to(SOURCE).as_posix(): misspelt(file.read_text("utf-8")) for file in SOURCE.rglob("*.py")}
+    result = {
+        file.relative_to(SOURCE).as_posix(): unknown_attributes(file.read_text("utf-8"))
+        for file in SOURCE.rglob("*.py")
+    }
     assert not {file: names for file, names in result.items() if names}, "Correct the name, or add it to OTHERS."
 
 
@@ -94,4 +97,4 @@ def test_attributes_of_tokenizers_configs_and_models_exist():
     "getattr(config, 'num_atention_heads', 0)", "model.resize_token_embedings(3)",
 ])  # fmt: skip
 def test_misspelled_attribute_is_detected(source):
-    assert misspelt(source)
+    assert unknown_attributes(source)

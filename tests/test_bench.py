@@ -217,12 +217,12 @@ FUNCTIONS = {
 
 @pytest.fixture
 def disabled(monkeypatch):
-    """Names of the optimizations that are disabled; they are restored after the test."""
-    before = {name: [getattr(owner, name) for owner, name in functions] for name, functions in FUNCTIONS.items()}
+    """A function that returns the names of disabled optimizations. They are enabled again after the test."""
+    previous = {name: [getattr(owner, name) for owner, name in functions] for name, functions in FUNCTIONS.items()}
     for owner, name in (function for functions in FUNCTIONS.values() for function in functions):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     return lambda: {
-        name for name in FUNCTIONS if [getattr(owner, name) for owner, name in FUNCTIONS[name]] != before[name]
+        name for name in FUNCTIONS if [getattr(owner, name) for owner, name in FUNCTIONS[name]] != previous[name]
     }
 
 

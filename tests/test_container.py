@@ -1,4 +1,4 @@
-"""Dockerfiles, read without a daemon: instructions, arguments, ports, users, and copied files."""
+"""Dockerfiles, checked without a Docker daemon: instructions, arguments, ports, users, and copied files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN = {
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """(instruction, the rest), lines that go on joined, comments left out."""
+    """Return (instruction, arguments) pairs, with continued lines joined and without comments."""
     text = (ROOT / name).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
@@ -49,8 +49,8 @@ def test_image_is_pinned_slim_and_not_run_as_root(name: str) -> None:
     assert all(rest.startswith("${BASE} AS") for word, rest in result if word == "FROM")
     assert [rest for word, rest in result if word == "USER"][-1] not in {"root", "0"}
     text = (ROOT / name).read_text()
-    for never in ("latest", "| sh", "curl", "wget", "ADD ", "devel", "pip install -e", "apt-get"):
-        assert never not in text, never
+    for forbidden in ("latest", "| sh", "curl", "wget", "ADD ", "devel", "pip install -e", "apt-get"):
+        assert forbidden not in text, forbidden
     last = dict(result)
     for word in ("ENTRYPOINT", "CMD"):
         assert isinstance(json.loads(last[word]), list)
@@ -117,7 +117,7 @@ def test_environment_variables_are_used() -> None:
     [({}, "web"), ({"INSTALL_BNB": "true"}, "web,quantization"), ({"INSTALL_MODELSCOPE": "true"}, "web,modelscope")],
 )
 def test_build_arguments_select_existing_extras(tmp_path: Path, arguments: dict[str, str], extras: str) -> None:
-    assert _chosen(tmp_path, arguments).returncode == 0
+    assert _choose_extras(tmp_path, arguments).returncode == 0
     assert (tmp_path / "extras").read_text().strip() == extras
     project = (ROOT / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
@@ -126,12 +126,12 @@ def test_build_arguments_select_existing_extras(tmp_path: Path, arguments: dict[
 @pytest.mark.run
 @pytest.mark.parametrize("name", ["INSTALL_VLLM", "INSTALL_DEEPSPEED", "INSTALL_FLASHATTN"])
 def test_unsupported_commands_in_the_image_are_rejected(tmp_path: Path, name: str) -> None:
-    run = _chosen(tmp_path, {name: "true"})
+    run = _choose_extras(tmp_path, {name: "true"})
     assert run.returncode == 1
     assert run.stderr.startswith(f"{name}=true: ")
 
 
-def _chosen(folder: Path, arguments: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _choose_extras(folder: Path, arguments: dict[str, str]) -> subprocess.CompletedProcess[str]:
     names = ("INSTALL_BNB", "INSTALL_MODELSCOPE", "INSTALL_VLLM", "INSTALL_DEEPSPEED", "INSTALL_FLASHATTN")
     environment = {**dict.fromkeys(names, "false"), "EXTRAS": "web", "PATH": "/usr/bin:/bin", **arguments}
     script = str(ROOT / "docker/choose_extras.sh")
@@ -144,5 +144,5 @@ def test_image_builds_if_a_daemon_is_available() -> None:
         shutil.which("docker") is None
         or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode
     ):
-        pytest.skip("no docker daemon answers here: the image was not built")
+        pytest.skip("no docker daemon is running: the image was not built")
     subprocess.run(["docker", "build", "-f", "docker/Dockerfile", "-t", "burnish-test", "."], cwd=ROOT, check=True)

@@ -28,7 +28,7 @@ _DOTTED = re.compile(r"`(burnish(?:\.\w+)+)`")
 
 
 def resolve(name):
-    """The object of a dotted name: a module, or an attribute of one."""
+    """Return the object of a dotted name: a module, or an attribute of one."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -41,8 +41,8 @@ def resolve(name):
     raise ModuleNotFoundError(name)
 
 
-def loaded(file):
-    """A script as a module."""
+def load_script(file):
+    """Import a script as a module."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -68,7 +68,7 @@ def test_every_file_link_resolves(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "parity" not in page.name], ids=lambda page: page.name)
 def test_every_inline_value_of_an_option_is_accepted(page):
-    """``name: value`` and ``name=value`` in the text, except those of which the text says that they raise an error."""
+    """``name: value`` and ``name=value`` in the text, except values that the text says are rejected."""
     known, text = specs(RunOptions), page.read_text(encoding="utf-8")
     for name, value in re.findall(r"`(?:--)?([a-z]\w*)(?:=|: )(\w[\w.,/+-]*)`(?! raises)", text):
         if name in known:
@@ -76,23 +76,25 @@ def test_every_inline_value_of_an_option_is_accepted(page):
 
 
 def test_options_page_is_up_to_date():
-    """Made again with: python scripts/make_options_page.py"""
-    make_options_page = loaded(ROOT / "scripts" / "make_options_page.py")
+    """To update: python scripts/make_options_page.py"""
+    make_options_page = load_script(ROOT / "scripts" / "make_options_page.py")
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == make_options_page.page()
 
 
 def test_map_is_up_to_date():
-    """Made again with: python scripts/make_map.py"""
-    assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == loaded(ROOT / "scripts" / "make_map.py").page()
+    """To update: python scripts/make_map.py"""
+    assert (ROOT / "docs" / "map.md").read_text(encoding="utf-8") == load_script(
+        ROOT / "scripts" / "make_map.py"
+    ).page()
 
 
 def test_table_of_uncalled_methods_is_up_to_date():
-    """Made again with: make parity WHAT=peer_methods"""
-    methods = loaded(ROOT / "scripts" / "peer_methods.py")
+    """To update: make parity WHAT=peer_methods"""
+    methods = load_script(ROOT / "scripts" / "peer_methods.py")
     text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert f"{methods.BEGIN}\n{methods.table()}\n{methods.END}" in text
-    reasoned = [name for names in methods.REASONS.values() for name in names]
-    assert {*reasoned} == {name for names in methods.uncalled().values() for name in names}
+    explained = [name for names in methods.REASONS.values() for name in names]
+    assert {*explained} == {name for names in methods.uncalled().values() for name in names}
 
 
 def test_every_option_of_other_tools_is_on_the_options_page():
@@ -102,14 +104,14 @@ def test_every_option_of_other_tools_is_on_the_options_page():
 
 
 def test_site_builds_with_all_links_checked(tmp_path):
-    probe = [sys.executable, "-c", "import mkdocs, material.extensions"]  # in the process that would build the site
+    probe = [sys.executable, "-c", "import mkdocs, material.extensions"]  # the interpreter that builds the site
     if subprocess.run(probe, cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip('mkdocs-material is not installed: pip install -e ".[docs]"')
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(
+    completed = subprocess.run(
         build, cwd=ROOT, text=True, capture_output=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert (tmp_path / "site" / "decisions").is_dir()
 
 
@@ -118,27 +120,27 @@ def test_site_builds_with_all_links_checked(tmp_path):
 EVERY_PAGE = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md")])
 RUN_BY = {"README.md": "test_docs.py", "migrating.md": "test_trainer_examples.py", "extending.md": "test_extending.py",
           "preferences.md": "test_trl_trainers.py", "rollouts.md": "test_rollout_trainers.py"}  # fmt: skip
-"""Page -> the test that runs its Python."""
-RUN_WHOLE = {"index.md", "data.md", "methods.md", "troubleshooting.md", "recipes.md"}
-"""Pages of which test_docs_run.py and test_recipes.py run every file and command."""
+"""The test file that runs the Python blocks of a page."""
+RUN_COMPLETELY = {"index.md", "data.md", "methods.md", "troubleshooting.md", "recipes.md"}
+"""Pages whose files and commands are all run by test_docs_run.py and test_recipes.py."""
 PROGRAMS = {"burnish", "make", "pip", "python", ".", "torchrun"}
 
 
 def blocks(page, *languages):
-    """(language, text) of the code blocks of a page."""
+    """Return (language, text) of the code blocks of a page."""
     result = re.findall(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [(language, text) for language, text in result if not languages or language in languages]
 
 
 def commands(page):
-    """The lines of the bash blocks of a page as lists of words, and the commands that stand in its sentences."""
+    """Return the commands in the bash blocks and in the sentences of a page, each as a list of words."""
     lines = [line for _, text in blocks(page, "bash") for line in text.splitlines()]
     inline = re.findall(r"`((?:burnish |make |python scripts/)[^`\n]+)`", page.read_text(encoding="utf-8"))
     return [words for line in [*lines, *inline] if (words := shlex.split(line, comments=True))]
 
 
-def a_user(folder):
-    """The model and the data set that the README speaks of."""
+def make_readme_folder(folder):
+    """Write the model and the data set that the README uses."""
     make_model(folder / "models" / "my-model")
     (folder / "my_data.jsonl").write_text("\n".join(map(json.dumps, records(64))))
     return folder
@@ -152,16 +154,16 @@ def test_every_code_block_names_its_language_and_parses(page):
             assert json.loads(text)
         if language == "python":
             ast.parse(text)
-            assert page.name in RUN_BY, f"the Python of {page.name} is run by no test"
+            assert page.name in RUN_BY, f"no test runs the Python blocks of {page.name}"
         if language == "yaml":
             assert isinstance(yaml.safe_load(text), dict)
         if language == "toml":
             assert tomllib.loads(text)
 
 
-# The map holds sentences of the code, which may speak of a command by half its words.
+# The map quotes docstrings, which may name a command in part.
 @pytest.mark.parametrize(
-    "page", [p for p in EVERY_PAGE if p.name != "map.md" and p.name not in RUN_WHOLE], ids=lambda page: page.name
+    "page", [p for p in EVERY_PAGE if p.name != "map.md" and p.name not in RUN_COMPLETELY], ids=lambda page: page.name
 )
 def test_every_documented_command_exists(page, tmp_path, monkeypatch):
     from burnish.cli import COMMANDS
@@ -190,11 +192,11 @@ def test_every_documented_configuration_can_be_planned(tmp_path):
     from burnish.run.plan.plan import aliases, plan
 
     planned = 0
-    for page in (page for page in EVERY_PAGE if page.name not in RUN_WHOLE):
+    for page in (page for page in EVERY_PAGE if page.name not in RUN_COMPLETELY):
         for _, text in blocks(page, "yaml"):
             if "model_name_or_path" not in text:
                 assert read_row("mine", yaml.safe_load(text)).user
-            elif page.name != "extending.md":  # its names are those of a package that is installed only in its test
+            elif page.name != "extending.md":  # it uses a package that is installed only in its test
                 file = tmp_path / "run.yaml"
                 file.write_text(text, encoding="utf-8")
                 plan(merge(*read_arguments([str(file)]), aliases()))
@@ -203,8 +205,8 @@ def test_every_documented_configuration_can_be_planned(tmp_path):
 
 
 def test_readme_commands_run(tmp_path):
-    """Its commands over its configuration, and its Python, one after the other."""
-    folder = a_user(tmp_path)
+    """All commands of the README run with its configuration, followed by its Python blocks."""
+    folder = make_readme_folder(tmp_path)
     page = ROOT / "README.md"
     (folder / "run.yaml").write_text(blocks(page, "yaml")[0][1], encoding="utf-8")
     requested = [argv[1:] for argv in commands(page) if argv[0] == "burnish" and "run.yaml" in argv]
@@ -214,15 +216,15 @@ def test_readme_commands_run(tmp_path):
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "BURNISH_CACHE": str(folder / "cache"),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code + python], cwd=folder, text=True, capture_output=True, env=environment,
         input=json.dumps(requested),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    for made in ("saves/first/adapter_model.safetensors", "saves/second/adapter_model.safetensors",
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+    for output in ("saves/first/adapter_model.safetensors", "saves/second/adapter_model.safetensors",
                  "models/first/model.safetensors", "saves/first/training_loss.png", "saves/first/README.md",
                  "saves/first/trainer_log.jsonl", "saves/counting/model.safetensors"):  # fmt: skip
-        assert (folder / made).is_file(), made
+        assert (folder / output).is_file(), output
 
 
 def test_features_missing_in_the_readme_are_rejected_by_name():
@@ -233,17 +235,17 @@ def test_features_missing_in_the_readme_are_rejected_by_name():
 
     table = [row.split(" | ") for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if " | " in row]
     rows = {row[0].removeprefix("| "): [re.findall(r"`(\w+)`", cell) for cell in row[1:]] for row in table}
-    there, missing = rows["commands"]
-    assert set(there) <= set(COMMANDS)
+    existing, missing = rows["commands"]
+    assert set(existing) <= set(COMMANDS)
     assert all(main([name]) == 2 for name in missing)
-    there, missing = rows["stages"]
+    existing, missing = rows["stages"]
     for stage in missing:
         with pytest.raises(UserError, match=f'"stage": {stage}'):
             plan({"stage": RawValue(stage)})
 
 
 def missing_names(file: Path) -> list[str]:
-    """The names of burnish that a script imports, or reads from an imported module, although they do not exist."""
+    """Return the nonexistent names of burnish that a script imports or reads from an imported module."""
     tree, missing, modules = ast.parse(file.read_text(encoding="utf-8")), [], {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "burnish":
@@ -267,7 +269,7 @@ def test_scripts_use_existing_names_of_burnish(folder):
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("parity*.md")), ids=lambda path: path.stem)
-def test_tables_of_parity_are_made_by_scripts(page):
+def test_tables_of_parity_are_generated_by_scripts(page):
     text = re.sub(
         r"<!-- [\w ]+: made by .*?<!-- end of [\w ]+ -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
     )

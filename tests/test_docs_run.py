@@ -1,8 +1,8 @@
 """Files and commands of the user pages run in order, and print the output shown below them.
 
-A block with a title is a file; ``title="add to run.yaml"`` are keys that are added to that file and trained with; a
-library in parentheses is needed for it. Bash lines are run here; ``# exit status 2`` is expected where it is said. Each
-line of a text block stands in the output of the command before it.
+A block with a title is a file. ``title="add to run.yaml"`` marks options that are added to that file for a training
+run; a library in parentheses is required for it. Lines of bash blocks are run; ``# exit status 2`` sets the expected
+status. Each line of a text block must occur in the output of the command before it.
 """
 
 import json
@@ -36,10 +36,10 @@ def test_page_commands_run(page: str, tmp_path: Path, monkeypatch, capsys) -> No
     printed = ""
     for language, title, text in BLOCK.findall((DOCS / page).read_text(encoding="utf-8")):
         if title.startswith("add to "):
-            _, _, name, *needed = title.split()
-            if not needed or find_spec(needed[0].strip("()")):
-                both = Path(name).read_text() + text
-                Path("added.yaml").write_text(both)
+            _, _, name, *requirements = title.split()
+            if not requirements or find_spec(requirements[0].strip("()")):
+                extended = Path(name).read_text() + text
+                Path("added.yaml").write_text(extended)
                 assert cli.main(["train", "added.yaml", "overwrite_output_dir=true"]) == 0, text
         elif title:
             Path(title).write_text(text, encoding="utf-8")

@@ -1,6 +1,5 @@
 """Third-party extensions: a member of each family, installed as docs/extending.md shows, is parsed, explained, trained
-and resumed. The files are the code blocks of that page.
-"""
+and resumed. The files are the code blocks of that page."""
 
 import json
 import os
@@ -29,14 +28,14 @@ FAMILIES = {
 
 
 def blocks(page, language):
-    """File name -> text, for the code blocks of a page that begin with a comment that names their file."""
+    """Return file name -> text of the code blocks of a page that begin with a comment with a file name."""
     result = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert result
     return dict(result)
 
 
 def install(folder):
-    """The package of the page as pip would leave it: modules, and a dist-info with the entry points."""
+    """Install the package of the page as pip would: modules, and a dist-info folder with the entry points."""
     (folder / "my_burnish").mkdir()
     (folder / "my_burnish" / "__init__.py").touch()
     for name, text in blocks(PAGE, "python").items():
@@ -53,9 +52,9 @@ def install(folder):
 
 
 def run(folder, commands):
-    """The commands by name, one after the other, in one interpreter that finds the package: status and what was said.
+    """Run commands in one interpreter that finds the package. Returns the exit status and output of each by name.
 
-    ``move <from> <to>`` is a command here too.
+    ``move <from> <to>`` is also a command.
     """
     code = (
         "import contextlib, io, json, os, sys\nfrom burnish.cli import main\nsaid = {}\n"
@@ -69,12 +68,12 @@ def run(folder, commands):
     paths = [str(folder), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "COLUMNS": "100",
                    "CUDA_VISIBLE_DEVICES": "", "BURNISH_CACHE": str(folder / "cache")}  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], input=json.dumps(commands), cwd=folder, env=environment, text=True,
         capture_output=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("SAID")[1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.split("SAID")[1])
 
 
 TRAIN = ["train", "run.yaml", "gradient_accumulation_steps=1", "save_steps=6"]
@@ -108,13 +107,13 @@ COMMANDS = {
     "no stars": ["explain", "rated.yaml", "dataset=trivia.jsonl"],
     "mistake": ["explain", "run.yaml", "weight_decay=0.1", "sign_decai=1", "early_weight=0"],
 }
-"""Everything at once: options listed, the run explained, trained, continued from its middle, and three mistakes."""
+"""Help, explanation, training, resuming from a checkpoint, and three rejected commands, run in one process."""
 REJECTED = {"change", "mistake", "no stars"}
 
 
 @pytest.fixture(scope="module")
 def command_outputs(tmp_path_factory):
-    """(folder, what each command said)."""
+    """The folder, and the output of each command by name."""
     folder = tmp_path_factory.mktemp("plugin")
     install(folder)
     make_model(folder / "model")
@@ -170,10 +169,10 @@ def test_explain_prints_options_of_a_member_and_their_source(command_outputs):
 def test_trained_parameters_are_selected_by_the_adapter(command_outputs):
     folder, _ = command_outputs
     before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "out"))
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if "layernorm" in name}
-    farthest = max((after[name] - before[name]).abs().max().item() for name in moved)
-    assert farthest <= 16 * 1e-3 + 1e-6  # sixteen steps of at most the learning rate: sign descent
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "layernorm" in name}
+    largest_change = max((after[name] - before[name]).abs().max().item() for name in changed)
+    assert largest_change <= 16 * 1e-3 + 1e-6  # sign descent: sixteen steps of at most the learning rate
 
 
 def test_card_of_full_weights_loads_them_as_a_model(command_outputs):
@@ -194,10 +193,10 @@ def test_saved_tokenizer_renders_the_template_file(command_outputs):
 def test_checkpoint_restores_every_member(command_outputs):
     folder, texts = command_outputs
     assert "step 6 of 16" in texts["continue"]
-    whole, resumed = (load_file(folder / name / "model.safetensors") for name in ("out", "again"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    uninterrupted, resumed = (load_file(folder / name / "model.safetensors") for name in ("out", "again"))
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     first, second = ((folder / name / "losses.csv").read_text().splitlines() for name in ("out", "again"))
-    assert first[3:] == second  # the count of lines went on from the checkpoint, and the losses are the same
+    assert first[3:] == second  # the tracker's state was restored, and the losses are equal
 
 
 def test_checkpoint_reports_changed_member_options(command_outputs):
@@ -244,10 +243,12 @@ def test_objective_reads_custom_records_through_rows_and_batches(command_outputs
 def test_run_with_package_members_resumes_bitwise_equal(command_outputs, run_name, stem):
     folder, texts = command_outputs
     assert "step 3 of 6" in texts[f"continue {run_name}"]
-    whole, again = (load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again"))
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    assert all(value.any() for name, value in whole.items() if "lora_B" in name)  # they begin as zeros
+    uninterrupted, resumed = (
+        load_file(folder / name / f"{stem}.safetensors") for name in (run_name, f"{run_name} again")
+    )
+    assert uninterrupted.keys() == resumed.keys()
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+    assert all(value.any() for name, value in uninterrupted.items() if "lora_B" in name)  # initialized with zeros
 
 
 def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(command_outputs):

@@ -1,4 +1,4 @@
-"""A thousand of the inputs of ``make fuzz``."""
+"""A thousand of the random inputs of ``make fuzz``."""
 
 import os
 from pathlib import Path

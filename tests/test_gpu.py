@@ -1,7 +1,7 @@
-"""Tests that need a GPU: each fast path compared with the plain one in bfloat16, and a complete run.
+"""Tests that need a GPU: fast paths compared with plain ones in bfloat16, and complete runs.
 
-The file is skipped without a GPU; tests of a library also without that library. Differences are held to a few units
-of bfloat16's rounding (2^-8) of the greatest value: two orders of summation differ by that much.
+The file is skipped without a GPU, and some tests without a library. The tolerance is a few units of bfloat16's rounding
+(2^-8) of the largest value, because the order of summation differs.
 """
 
 import json
@@ -31,7 +31,7 @@ ROUNDING = 4 * 2**-8
 LENGTHS = [5, 1, 140, 333]
 
 
-def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a.float() - b.float()).abs().max() <= ROUNDING * b.float().abs().max())
 
 
@@ -43,14 +43,14 @@ def needs(*libraries: str):
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def heads_of(queries=8, keys=2, size=64):
+def random_heads(queries=8, keys=2, size=64):
     torch.manual_seed(0)
     shapes = [(queries, size), (keys, size), (keys, size)]
-    made = [torch.randn(sum(LENGTHS), *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-    return [tensor.requires_grad_() for tensor in made]
+    tensors = [torch.randn(sum(LENGTHS), *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
-def alone() -> Sequences:
+def causal_sequences() -> Sequences:
     begins = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device="cuda")
     return Sequences.alone(begins, max(LENGTHS))
 
@@ -60,30 +60,30 @@ def test_varlen_kernel_matches_a_call_per_sequence(scores, monkeypatch):
     result = []
     for kernel in (attention.kernel_for, lambda dtype, scores: None):
         monkeypatch.setattr(attention, "kernel_for", kernel)
-        tensors = heads_of()
-        mixed = flat_attention(*tensors, alone(), scores)
+        tensors = random_heads()
+        mixed = flat_attention(*tensors, causal_sequences(), scores)
         upstream = torch.randn(mixed.shape, generator=torch.Generator().manual_seed(1)).to(mixed)
         result.append([mixed, *torch.autograd.grad(mixed, tensors, upstream)])
-    assert all(near(fast, plain) for fast, plain in zip(*result, strict=True))
+    assert all(is_close(fast, plain) for fast, plain in zip(*result, strict=True))
 
 
 def test_varlen_kernel_supports_preceding_keys(monkeypatch):
     own, before = (5, 40, 9), (0, 64, 7)
     counts, widths = torch.tensor(own), torch.tensor(own) + torch.tensor(before)
-    begins, of_keys = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (counts, widths))
-    sequences = Sequences(begins, int(counts.max()), of_keys, int(widths.max()))
+    begins, key_begins = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (counts, widths))
+    sequences = Sequences(begins, int(counts.max()), key_begins, int(widths.max()))
     torch.manual_seed(0)
     shapes = [(int(counts.sum()), 8, 64), (int(widths.sum()), 2, 64), (int(widths.sum()), 2, 64)]
     tensors = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     fast = flat_attention(*tensors, sequences, Scores())
     monkeypatch.setattr(attention, "kernel_for", lambda dtype, scores: None)
-    assert near(fast, flat_attention(*tensors, sequences, Scores()))
+    assert is_close(fast, flat_attention(*tensors, sequences, Scores()))
 
 
 def test_bfloat16_kernel_exists_and_does_not_synchronize():
-    tensors, where = heads_of(), alone()
+    tensors, where = random_heads(), causal_sequences()
     assert attention.kernel_for(torch.bfloat16, Scores()) is not None
-    flat_attention(*tensors, where, Scores())  # compiles and allocates
+    flat_attention(*tensors, where, Scores())  # compile and allocate
     torch.cuda.set_sync_debug_mode("error")
     try:
         flat_attention(*tensors, where, Scores())
@@ -124,7 +124,7 @@ def test_loss_of_head_matches_float32_loss_and_gradients(rules, weighted):
         return [total.detach(), *torch.autograd.grad(total / tokens, leaves)]
 
     for fast, plain in zip(sums(True), sums(False), strict=True):
-        assert near(fast, plain)
+        assert is_close(fast, plain)
 
 
 def test_chunked_head_does_not_synchronize():
@@ -145,7 +145,7 @@ def test_chunked_head_does_not_synchronize():
 @needs("liger_kernel")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
 def test_liger_layers_match_gradients_of_model_layers(family):
-    # The plain model goes first: Liger's rotary positions are set for all models of the family on a GPU.
+    # The plain model runs first, as Liger replaces the rotary embedding of all models of the family on a GPU.
     gradients = []
     for is_fast in (False, True):
         model = tiny(family, torch.bfloat16).cuda()
@@ -154,43 +154,43 @@ def test_liger_layers_match_gradients_of_model_layers(family):
             apply_liger(model, None)
         model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(near(fast, plain) for plain, fast in zip(*gradients, strict=True))
+    assert all(is_close(fast, plain) for plain, fast in zip(*gradients, strict=True))
 
 
-def lora_outcome(ways, dtype):
-    """Outputs and gradients of an input and of the factors, of two layers of one input."""
+def lora_results(function, dtype):
+    """Return the outputs of two layers, and the gradients of their shared input and factors."""
     torch.manual_seed(0)
     x = torch.randn(700, 256).cuda().to(dtype).requires_grad_()
-    made = []
+    layers = []
     for outputs in (512, 128):
         weight, bias = (torch.randn(outputs, 256) / 16).cuda(), torch.randn(outputs).cuda()
         a, b = (torch.randn(8, 256) / 16).cuda().requires_grad_(), torch.randn(outputs, 8).cuda().requires_grad_()
-        made.append(LoraTensors(weight.to(dtype), bias.to(dtype), a, b, scaling=0.5))
-    outputs = ways(x, made)
-    moving = [x, *(factor for layer in made for factor in (layer.a, layer.b))]
-    return [*outputs, *torch.autograd.grad(sum(y.float().sin().sum() for y in outputs), moving)]
+        layers.append(LoraTensors(weight.to(dtype), bias.to(dtype), a, b, scaling=0.5))
+    outputs = function(x, layers)
+    trainable = [x, *(factor for layer in layers for factor in (layer.a, layer.b))]
+    return [*outputs, *torch.autograd.grad(sum(y.float().sin().sum() for y in outputs), trainable)]
 
 
 def test_single_and_joint_adapter_layers_match_float32():
-    def alone(x, made):
-        return [lora_linear(x, *layer) for layer in made]
+    def separate_layers(x, layers):
+        return [lora_linear(x, *layer) for layer in layers]
 
-    plain = lora_outcome(alone, torch.float32)
-    for ways in (alone, joint_projections):
-        for fast, exact in zip(lora_outcome(ways, torch.bfloat16), plain, strict=True):
-            assert near(fast, exact)
+    plain = lora_results(separate_layers, torch.float32)
+    for function in (separate_layers, joint_projections):
+        for fast, exact in zip(lora_results(function, torch.bfloat16), plain, strict=True):
+            assert is_close(fast, exact)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
-WAYS_OF_A_RUN = {
+CONFIGURATIONS = {
     "plain": {},
     "lora": {"finetuning_type": "lora"},
     "compiled": {"torch_compile": True},
     "checkpointed": {"gradient_checkpointing": True},
     "selective": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
     "offloaded": {"activation_offloading": True},
-    "whole logits": {"fused_loss": False},
+    "full logits": {"fused_loss": False},
     "padded": {"padding_free": False},
     "liger": {"enable_liger_kernel": True},
     "paged": {"optim": "paged_adamw_8bit"},
@@ -199,11 +199,11 @@ WAYS_OF_A_RUN = {
 LIBRARIES = {"liger": ("liger_kernel",), "paged": ("bitsandbytes",), "4 bits": ("bitsandbytes",)}
 
 
-@pytest.mark.parametrize("way", [pytest.param(name, marks=needs(*LIBRARIES.get(name, ()))) for name in WAYS_OF_A_RUN])
+@pytest.mark.parametrize("way", [pytest.param(name, marks=needs(*LIBRARIES.get(name, ()))) for name in CONFIGURATIONS])
 def test_first_loss_of_each_configuration_matches_float32(way, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     losses = []
-    for name, overrides in {"float32": {"bf16": False}, way: {"bf16": True, **WAYS_OF_A_RUN[way]}}.items():
+    for name, overrides in {"float32": {"bf16": False}, way: {"bf16": True, **CONFIGURATIONS[way]}}.items():
         options = make_workspace(tmp_path / name, **{"max_steps": 3, "logging_steps": 1, "use_cpu": False, **overrides})
         train_run(plan({key: RawValue(value, "the test") for key, value in options.items()}))
         state = json.loads((tmp_path / name / "out" / "trainer_state.json").read_text())

@@ -1,4 +1,4 @@
-"""A few of the kills of ``make test-kills``, with a new seed each."""
+"""A few of the random kills of ``make test-kills``."""
 
 import os
 import random

@@ -34,12 +34,12 @@ def test_recipe_trains_the_bundled_model(recipe: Path, tmp_path: Path, monkeypat
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "my_texts.txt").write_text("A text of some words.\n" * 200)
     assert not cli.main(["train", str(recipe), *(f"{name}={value}" for name, value in SMALL.items())])
-    made = tmp_path / "saves" / recipe.stem
-    assert (made / "model.safetensors").is_file() or (made / "adapter_model.safetensors").is_file()
+    output = tmp_path / "saves" / recipe.stem
+    assert (output / "model.safetensors").is_file() or (output / "adapter_model.safetensors").is_file()
 
 
 def test_recipes_page_shows_files_and_memory(monkeypatch) -> None:
-    """Made again with: python scripts/make_recipes_page.py"""
+    """To update: python scripts/make_recipes_page.py"""
     from burnish.run.plan import resources
 
     monkeypatch.setattr(resources, "device_of", resources.device_of)  # the script replaces it

@@ -1,4 +1,4 @@
-"""Promises of docs/security.md that no other test covers, and the existence of each test it names."""
+"""Promises of docs/security.md that no other test covers. Each test that the page names exists."""
 
 import json
 import re
@@ -45,8 +45,8 @@ def test_chat_template_cannot_leave_its_sandbox(
 
 
 def test_yaml_creates_no_python_objects(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mark = Path("made")
-    line = f"columns: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{mark}]]\n"
+    created = Path("made")
+    line = f"columns: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{created}]]\n"
     run = Path("run.yaml").read_text(encoding="utf-8")
     Path("run.yaml").write_text(run + line, encoding="utf-8")
     assert cli.main(["explain", "run.yaml"]) == 2
@@ -54,7 +54,7 @@ def test_yaml_creates_no_python_objects(user_folder: Path, capsys: pytest.Captur
     Path("mine.yaml").write_text("user: " + line.partition(": ")[2], encoding="utf-8")
     assert cli.main(["explain", "run.yaml", "template=mine.yaml"]) == 2
     read_output(capsys)
-    assert not mark.exists()
+    assert not created.exists()
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/elsewhere.safetensors"])

@@ -1,4 +1,4 @@
-"""The wheel outside the checkout: it contains all files that a new user needs."""
+"""The wheel contains all files that a new user needs outside of a checkout."""
 
 import os
 import re
@@ -14,21 +14,23 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # a checkout may be on it
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    }  # it may contain a checkout
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [str(word) for word in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return completed.stdout
 
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path / "dist", ROOT)
     (wheel,) = (tmp_path / "dist").glob("burnish-*.whl")
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     pinned = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    run(python, "-m", "pip", "install", "--quiet", pinned)  # first, so that nothing later asks for another build of it
+    run(python, "-m", "pip", "install", "--quiet", pinned)  # first, so that no other build of torch is installed later
     run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
     where = run(python, "-c", "import burnish; print(burnish.__file__)")
     assert Path(where.strip()).is_relative_to(tmp_path / "env")
@@ -39,6 +41,6 @@ def test_wheel_runs_the_demo_from_an_empty_environment(tmp_path):
     printed = re.findall(r"^  \S*burnish ((?:explain|train demo).*)$", message, re.MULTILINE)
     assert len(printed) == 2
     for command in printed:
-        few = ["max_steps=2", "warmup_steps=0"] if command.startswith("train") else []
-        run(tmp_path / "env" / "bin" / "burnish", *command.split(), *few)
+        short_run = ["max_steps=2", "warmup_steps=0"] if command.startswith("train") else []
+        run(tmp_path / "env" / "bin" / "burnish", *command.split(), *short_run)
     assert (tmp_path / "lora-run" / "adapter_model.safetensors").is_file()

@@ -19,8 +19,8 @@ from tiny_models import CONFIGS, tiny_model, token_ids
 Options = union("Options", FinetuningOptions, FreezeOptions, LoraOptions, PeftOptions, OftOptions)
 
 
-def trained(family="llama", model=None, **options):
-    """The names of what trains."""
+def trainable_names(family="llama", model=None, **options):
+    """Return the names of trainable parameters."""
     adapter = ADAPTERS["freeze"](Options(finetuning_type="freeze", **options), [])
     model = adapter.attach(tiny_model(family, num_hidden_layers=4) if model is None else model)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -34,29 +34,29 @@ def layers_of(names):
     ("count", "expected"), [(2, [2, 3]), (1, [3]), (-1, [0]), (-3, [0, 1, 2]), (9, [0, 1, 2, 3]), (-9, [0, 1, 2, 3])]
 )
 def test_trainable_layers_are_counted_from_either_end(count, expected):
-    names = trained(freeze_trainable_layers=count)
+    names = trainable_names(freeze_trainable_layers=count)
     assert layers_of(names) == expected
     assert all(name.startswith("model.layers.") for name in names)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, [3]), (2, [1, 3]), (4, [0, 1, 2, 3])])
 def test_llama_pro_trains_last_layer_of_each_group(count, expected):
-    assert layers_of(trained(freeze_trainable_layers=count, use_llama_pro=True)) == expected
+    assert layers_of(trainable_names(freeze_trainable_layers=count, use_llama_pro=True)) == expected
 
 
 @pytest.mark.parametrize("count", [3, -2])
 def test_unequal_layer_groups_are_rejected(count):
     with pytest.raises(UserError, match=f"4 layers into equal groups. Received: {count}"):
-        trained(freeze_trainable_layers=count, use_llama_pro=True)
+        trainable_names(freeze_trainable_layers=count, use_llama_pro=True)
 
 
 def test_default_trains_all_modules_of_last_two_layers():
-    whole = {
+    expected = {
         n
         for n, _ in tiny_model(num_hidden_layers=4).named_parameters()
         if n.startswith(("model.layers.2", "model.layers.3"))
     }
-    assert trained() == whole
+    assert trainable_names() == expected
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_default_trains_all_modules_of_last_two_layers():
     ],
 )
 def test_only_named_modules_of_a_layer_are_trained(modules, expected):
-    names = trained(freeze_trainable_layers=1, freeze_trainable_modules=modules)
+    names = trainable_names(freeze_trainable_layers=1, freeze_trainable_modules=modules)
     assert {name.removeprefix("model.layers.3.") for name in names} == expected
 
 
 def test_extra_modules_are_trained_with_layers():
-    names = trained(
+    names = trainable_names(
         freeze_trainable_layers=1, freeze_trainable_modules=["mlp"], freeze_extra_modules=["norm", "lm_head"]
     )
     assert {"model.norm.weight", "lm_head.weight"} < names
@@ -80,7 +80,7 @@ def test_extra_modules_are_trained_with_layers():
 
 
 def test_only_extra_modules_are_trained_with_zero_layers():
-    assert trained(freeze_trainable_layers=0, freeze_extra_modules=["lm_head"]) == {"lm_head.weight"}
+    assert trainable_names(freeze_trainable_layers=0, freeze_extra_modules=["lm_head"]) == {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -88,7 +88,7 @@ def test_layers_of_each_family_are_found_and_trained(family):
     model = tiny_model(family)
     path, layers = decoder_layers(model)
     assert (len(layers), bool(path)) == (2, True)
-    names = trained(model=model, freeze_trainable_layers=1)
+    names = trainable_names(model=model, freeze_trainable_layers=1)
     assert names
     assert all(name.startswith(f"{path}.1.") for name in names)
     model(token_ids(), labels=token_ids()).loss.backward()
@@ -222,12 +222,12 @@ def test_reference_of_peft_model_is_its_base():
 def test_model_already_wrapped_by_peft_is_accepted():
     import peft
 
-    made = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapter = ADAPTERS["peft"](Options(finetuning_type="peft"), [])
-    assert adapter.check(made) == []
-    assert adapter.attach(made) is made
-    assert len(adapter.state(made)) == 4
-    assert trainable_summary(made) == made.get_nb_trainable_parameters()
+    assert adapter.check(model) == []
+    assert adapter.attach(model) is model
+    assert len(adapter.state(model)) == 4
+    assert trainable_summary(model) == model.get_nb_trainable_parameters()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_unusable_peft_folder_is_rejected(case, tmp_path):
         merge_folders(tiny_model(), [tmp_path])
 
 
-# --- what is said about parameters ----------------------------------------------------------------------------------
+# --- printed parameters -----------------------------------------------------------------------------------------------
 
 
 def test_print_param_status_lists_every_parameter():
@@ -284,8 +284,8 @@ def test_print_param_status_lists_every_parameter():
 
 
 def test_prompt_tuning_matches_numpy_reference():
-    """Checklist row 71: a mask of ones and labels of -100 before the row's own, the prompt cast to the embeddings'
-    dtype and joined to them; the loss is that of the row's own labels."""
+    """Checklist row 71: the prompt, in the dtype of the embeddings, precedes the row's embeddings, with a mask of ones
+    and labels of -100. The loss is that of the row's labels."""
     torch.manual_seed(3)
     _, model = with_peft(METHODS["prompt tuning"])
     model.eval()
@@ -301,15 +301,15 @@ def test_prompt_tuning_matches_numpy_reference():
     assert result.logits.shape[1] == ids.shape[1] + 3
     torch.testing.assert_close(result.logits, expected)
 
-    scores = expected.double().numpy()[:, 2:-1]  # the last row of the prompt predicts the first token
+    scores = expected.double().numpy()[:, 2:-1]  # the last position of the prompt predicts the first token
     scores = scores - scores.max(-1, keepdims=True)
     logps = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    learned = np.take_along_axis(logps, ids.numpy()[..., None], axis=-1)
-    assert result.loss.item() == pytest.approx(-learned.mean(), rel=1e-5)
+    label_logps = np.take_along_axis(logps, ids.numpy()[..., None], axis=-1)
+    assert result.loss.item() == pytest.approx(-label_logps.mean(), rel=1e-5)
 
     result.loss.backward()
-    moving = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
-    assert moving == ["prompt_encoder.default.embedding.weight"]
+    trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert trained == ["prompt_encoder.default.embedding.weight"]
 
 
 def test_folder_of_an_oft_adapter_is_recognized_before_its_fields(tmp_path):
@@ -318,6 +318,6 @@ def test_folder_of_an_oft_adapter_is_recognized_before_its_fields(tmp_path):
 
     config = {"peft_type": "OFT", "r": 0, "oft_block_size": 4, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="uses the method OFT") as caught:
+    with pytest.raises(UserError, match="uses the method OFT") as raised:
         read_adapter_config(tmp_path)
-    assert caught.value.problems[0].remedy == "Set finetuning_type: oft."
+    assert raised.value.problems[0].remedy == "Set finetuning_type: oft."

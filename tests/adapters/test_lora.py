@@ -1,4 +1,4 @@
-"""LoRA on PEFT's modules with burnish's forward pass, compared with PEFT's own, its files, and NumPy."""
+"""LoRA on PEFT's modules with burnish's forward pass, compared with PEFT's forward pass, its files, and NumPy."""
 
 import json
 import math
@@ -35,10 +35,10 @@ from tiny_models import CONFIGS, tiny_model, token_ids
 pytestmark = pytest.mark.run
 
 Options = union("Options", FinetuningOptions, LoraOptions)
-# float32 sums in another order: a few units in the last place of numbers near 1
+# The order of float32 summation differs.
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
-# What a user asks of burnish -> what the same is to peft. Alpha is given: the default here is twice the rank.
+# Options of burnish, and the equivalent config of peft. lora_alpha is set because burnish's default is twice the rank.
 KINDS = {
     "lora": ({"lora_alpha": 8}, {"lora_alpha": 8}),
     "rslora": ({"lora_alpha": 8, "use_rslora": True}, {"lora_alpha": 8, "use_rslora": True}),
@@ -55,20 +55,20 @@ KINDS = {
 }
 
 
-def attached(family="llama", folders=(), model=None, **options):
-    """(adapter, model) with a LoRA adapter of rank 4 on it."""
+def attach_lora(family="llama", folders=(), model=None, **options):
+    """Return the adapter and the model, with a LoRA adapter of rank 4."""
     adapter = ADAPTERS["lora"](Options(**{"lora_rank": 4, **options}), folders)
     return adapter, adapter.attach(tiny_model(family) if model is None else model)
 
 
-def of_peft(family="llama", model=None, **config):
-    """The same with peft."""
+def attach_peft(family="llama", model=None, **config):
+    """Return the model with the equivalent adapter of peft."""
     base = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     return peft.get_peft_model(tiny_model(family) if model is None else model, peft.LoraConfig(**base))
 
 
-def with_random_weights(model, seed=1):
-    """Give what trains some values that are not zero, the same wherever names and shapes are."""
+def randomize(model, seed=1):
+    """Add random values to trainable parameters, which depend only on names, shapes and the seed."""
     generator = torch.Generator().manual_seed(seed)
     trained = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
     for name in sorted(trained):
@@ -87,7 +87,7 @@ def gradients(model):
     }
 
 
-# --- the layer against peft's ---------------------------------------------------------------------------------------
+# --- the layer compared with peft's -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,9 +95,9 @@ def gradients(model):
 def test_same_seed_gives_peft_parameters(family, kind):
     ours, theirs = KINDS[kind]
     torch.manual_seed(7)
-    _, model = attached(family, **ours)
+    _, model = attach_lora(family, **ours)
     torch.manual_seed(7)
-    other = of_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
+    other = attach_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
     other_names = {n.removeprefix("base_model.model."): p for n, p in other.named_parameters()}
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         n for n, p in other_names.items() if p.requires_grad
@@ -111,30 +111,30 @@ def test_same_seed_gives_peft_parameters(family, kind):
 def test_logits_and_gradients_match_peft(family, kind):
     ours, theirs = KINDS[kind]
     torch.manual_seed(7)
-    _, model = attached(family, **ours)
+    _, model = attach_lora(family, **ours)
     torch.manual_seed(7)
-    other = of_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
+    other = attach_peft(family, **theirs, fan_in_fan_out=family == "gpt2")
     patch_forwards(model)
-    assert ADAPTED in {done.why for done in patches_of(model)}
-    for each in (model, other):
-        # In training mode, for dropout; GPT-2's own dropout would draw in between, in another order of layers.
-        with_random_weights(each).train()
-        for name, module in each.named_modules():
+    assert ADAPTED in {patch.why for patch in patches_of(model)}
+    for tested_model in (model, other):
+        # In training mode, for dropout. GPT-2's dropout is disabled: it would draw in another order of layers.
+        randomize(tested_model).train()
+        for name, module in tested_model.named_modules():
             if isinstance(module, nn.Dropout) and "lora_dropout" not in name:
                 module.p = 0.0
         torch.manual_seed(3)
-        each(token_ids(), labels=token_ids()).loss.backward()
-    ours_found, theirs_found = gradients(model), gradients(other)
-    assert ours_found.keys() == theirs_found.keys()
-    for name, gradient in ours_found.items():
-        torch.testing.assert_close(gradient, theirs_found[name], msg=lambda text, n=name: f"{n}: {text}", **CLOSE)
+        tested_model(token_ids(), labels=token_ids()).loss.backward()
+    burnish_gradients, peft_gradients = gradients(model), gradients(other)
+    assert burnish_gradients.keys() == peft_gradients.keys()
+    for name, gradient in burnish_gradients.items():
+        torch.testing.assert_close(gradient, peft_gradients[name], msg=lambda text, n=name: f"{n}: {text}", **CLOSE)
     torch.testing.assert_close(logits(model.eval()), logits(other.eval()), **CLOSE)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_new_adapter_is_identity_and_covers_all_linear_layers_but_head(family):
     before = logits(tiny_model(family))
-    _, model = attached(family)
+    _, model = attach_lora(family)
     torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
     model(token_ids(), labels=token_ids()).loss.backward()
     result = gradients(model)
@@ -197,8 +197,8 @@ def test_lora_product_saves_input_once_without_dropout_copy():
             lora_update(result, x, a, b, 0.7, 0.5, plain=plain)
         saved[plain] = sum(sizes)
     x_elements, h_bytes = 2 * 3 * 8, 2 * 3 * 4 * 4
-    assert saved[False] == x_elements + h_bytes  # a byte of mask per element, and x Aᵀ
-    assert saved[True] > saved[False] + 4 * x_elements  # a dropped copy beside them
+    assert saved[False] == x_elements + h_bytes  # a mask with a byte per element, and x Aᵀ
+    assert saved[True] > saved[False] + 4 * x_elements  # and a copy of x with dropout
 
 
 def test_float32_factors_over_bfloat16_base_multiply_in_float32():
@@ -224,20 +224,22 @@ def test_autocast_determines_dtype_of_lora_product():
 
 def test_training_under_autocast_gives_peft_gradients():
     result = []
-    ours = attached("llama", lora_alpha=8)[1]
+    ours = attach_lora("llama", lora_alpha=8)[1]
     patch_forwards(ours)
-    for model in (ours, of_peft("llama", lora_alpha=8)):
-        with_random_weights(model).train()
+    for model in (ours, attach_peft("llama", lora_alpha=8)):
+        randomize(model).train()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model(token_ids(), labels=token_ids()).loss.backward()
         result.append(gradients(model))
     for name, gradient in result[0].items():
-        torch.testing.assert_close(gradient, result[1][name], rtol=0.1, atol=5e-3)  # bfloat16 sums in another order
+        torch.testing.assert_close(
+            gradient, result[1][name], rtol=0.1, atol=5e-3
+        )  # the order of bfloat16 summation differs
 
 
 def test_dropout_uses_global_generator_only_in_training():
-    _, model = attached(lora_dropout=0.5)
-    with_random_weights(model)
+    _, model = attach_lora(lora_dropout=0.5)
+    randomize(model)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     evaluated = logits(model)
@@ -253,7 +255,7 @@ def test_dropout_uses_global_generator_only_in_training():
 # --- the arithmetic, written out in numpy (checklist rows 72 to 78) --------------------------------------------------
 
 
-def numbers(layer, name):
+def factors_and_scaling(layer, name):
     a, b = lora_factors(layer, name)
     return a.detach().double().numpy(), b.detach().double().numpy(), layer.scaling[name]
 
@@ -266,65 +268,67 @@ def numpy_case(*names, **settings):
     return layer, x, x.double().numpy(), w, bias
 
 
-def same(tensor, array):
+def assert_close(tensor, array):
     np.testing.assert_allclose(tensor.detach().numpy(), array, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_single_adapter_adds_scaled_product_to_base(rslora):
     layer, x, xn, w, bias = numpy_case(use_rslora=rslora)
-    a, b, scaling = numbers(layer, "one")
+    a, b, scaling = factors_and_scaling(layer, "one")
     assert scaling == pytest.approx(4 / math.sqrt(3) if rslora else 4 / 3)
-    same(layer(x), xn @ w.T + bias + scaling * (xn @ a.T @ b.T))
+    assert_close(layer(x), xn @ w.T + bias + scaling * (xn @ a.T @ b.T))
 
 
 def test_active_adapters_are_summed_and_missing_ones_are_skipped():
     layer, x, xn, w, bias = numpy_case("one", "two")
     layer.set_adapter(["one", "nowhere", "two"])
-    updates = sum(s * (xn @ a.T @ b.T) for a, b, s in (numbers(layer, "one"), numbers(layer, "two")))
-    same(layer(x), xn @ w.T + bias + updates)
+    updates = sum(
+        s * (xn @ a.T @ b.T) for a, b, s in (factors_and_scaling(layer, "one"), factors_and_scaling(layer, "two"))
+    )
+    assert_close(layer(x), xn @ w.T + bias + updates)
 
 
 def test_each_row_of_a_mixed_batch_uses_its_adapter():
     layer, x, *_ = numpy_case("one", "two")
     holder = nn.ModuleList([layer])
-    alone = {"__base__": layer.base_layer(x)}
+    single_results = {"__base__": layer.base_layer(x)}
     for name in ("one", "two"):
         set_active(holder, [name])
-        alone[name] = layer(x)
+        single_results[name] = layer(x)
     names = ["two", "__base__", "one", "two"]
     with rows_through(holder, names):
         mixed = layer(x)
     for row, name in enumerate(names):
-        torch.testing.assert_close(mixed[row], alone[name][row], **CLOSE)
-    torch.testing.assert_close(layer(x), alone["two"], **CLOSE)
+        torch.testing.assert_close(mixed[row], single_results[name][row], **CLOSE)
+    torch.testing.assert_close(layer(x), single_results["two"], **CLOSE)
     with pytest.raises(UserError, match="Unknown adapters"), rows_through(holder, ["three"]):
         pass
 
 
 def test_layer_gradients_match_formula():
-    """``y = (W + s B A) x + bias``"""
+    """The layer computes ``y = (W + s B A) x + bias``."""
     layer, x, xn, w, _ = numpy_case()
-    a, b, s = numbers(layer, "one")
+    a, b, s = factors_and_scaling(layer, "one")
     x.requires_grad_()
     weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     (layer(x) * weights).sum().backward()
     g = weights.double().numpy()
-    same(lora_factors(layer)[0].grad, s * (g @ b).T @ xn)
-    same(lora_factors(layer)[1].grad, s * g.T @ (xn @ a.T))
-    same(x.grad, g @ (w + s * b @ a))
+    assert_close(lora_factors(layer)[0].grad, s * (g @ b).T @ xn)
+    assert_close(lora_factors(layer)[1].grad, s * g.T @ (xn @ a.T))
+    assert_close(x.grad, g @ (w + s * b @ a))
 
 
 def test_quantized_base_keeps_its_matrix_product():
-    class Quantized(nn.Linear):  # what a 4-bit layer is to LoRA: something that multiplies
+    class Quantized(nn.Linear):  # stands for a 4-bit layer
         def forward(self, x):
             return F.linear(x, self.weight.round(), self.bias)
 
     layer, x = add_lora_adapters(Quantized(6, 5), r=3), torch.randn(4, 6)
     before = layer.base_layer.weight.clone()
-    a, b, scaling = numbers(layer, "one")
+    a, b, scaling = factors_and_scaling(layer, "one")
     w, xn = before.round().double().numpy(), x.double().numpy()
-    same(layer(x), xn @ w.T + layer.base_layer.bias.detach().numpy() + scaling * (xn @ a.T @ b.T))
+    assert_close(layer(x), xn @ w.T + layer.base_layer.bias.detach().numpy() + scaling * (xn @ a.T @ b.T))
     layer(x).sum().backward()
     assert torch.equal(layer.base_layer.weight, before)
 
@@ -332,10 +336,10 @@ def test_quantized_base_keeps_its_matrix_product():
 @pytest.mark.parametrize("kind", ["lora", "dora", "pissa"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_model_has_the_same_logits_without_adapter(family, kind):
-    _, model = attached(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
-    apart = logits(with_random_weights(model))
+    _, model = attach_lora(family, **KINDS[kind][0], lora_target=["all", "wte" if family == "gpt2" else "embed_tokens"])
+    expected = logits(randomize(model))
     merge_into_base(model)
-    torch.testing.assert_close(logits(model), apart, **CLOSE)
+    torch.testing.assert_close(logits(model), expected, **CLOSE)
     assert model.state_dict().keys() >= tiny_model(family).state_dict().keys()
     assert not any("lora_" in name for name, _ in model.named_parameters())
 
@@ -351,26 +355,26 @@ def test_merged_model_has_the_same_logits_without_adapter(family, kind):
 )
 def test_model_inside_reference_equals_initial_model(options):
     before = logits(tiny_model())
-    adapter, model = attached(lora_target=["all"], **options)
-    trained = logits(with_random_weights(model))
-    trains = {name: p.requires_grad for name, p in model.named_parameters()}
+    adapter, model = attach_lora(lora_target=["all"], **options)
+    trained = logits(randomize(model))
+    requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
     with adapter.reference(model):
-        if "pissa_init" in options:  # its base is what the decomposition left, put together again
+        if "pissa_init" in options:  # the base is the residual of the decomposition plus the initial adapter
             torch.testing.assert_close(logits(model), before, **CLOSE)
         else:
             assert torch.equal(logits(model), before)
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == requires_grad
     torch.testing.assert_close(logits(model), trained, **CLOSE)
     assert not torch.allclose(trained, before)
 
 
-# --- files, both ways -----------------------------------------------------------------------------------------------
+# --- files, saved by one library and loaded by the other --------------------------------------------------------------
 
 FILES = {
     "lora": {},
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
-    "head trained whole": {"additional_target": ["lm_head"]},
+    "fully trained head": {"additional_target": ["lm_head"]},
     "embedding": {"lora_target": ["q_proj", "embed_tokens"]},
     "embedding with dora": {"lora_target": ["q_proj", "embed_tokens"], "use_dora": True},
     "one layer by regular expression": {"lora_target": [r"model\.layers\.1\..*proj"]},
@@ -379,8 +383,8 @@ FILES = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
-    adapter, model = attached("llama", **FILES[case])
-    with_random_weights(model)
+    adapter, model = attach_lora("llama", **FILES[case])
+    randomize(model)
     adapter.save(model, str(tmp_path))
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
@@ -389,17 +393,17 @@ def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_adapter_of_each_family_round_trips_through_peft(family, tmp_path):
-    adapter, model = attached(family)
-    with_random_weights(model)
+    adapter, model = attach_lora(family)
+    randomize(model)
     adapter.save(model, str(tmp_path / "ours"))
     other = peft.PeftModel.from_pretrained(tiny_model(family), str(tmp_path / "ours"))
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
     other.save_pretrained(tmp_path / "theirs")
-    _, again = attached(family, folders=[tmp_path / "theirs"])
+    _, again = attach_lora(family, folders=[tmp_path / "theirs"])
     torch.testing.assert_close(logits(again), logits(model), **CLOSE)
 
 
-THEIR_FILES = {
+PEFT_FILES = {
     "lora": {},
     "dora": {"use_dora": True},
     "bias in B": {"lora_bias": True, "target_modules": ["c_attn"]},
@@ -410,23 +414,23 @@ THEIR_FILES = {
 }
 
 
-@pytest.mark.parametrize("case", THEIR_FILES)
+@pytest.mark.parametrize("case", PEFT_FILES)
 def test_burnish_loads_peft_adapter_with_same_logits(case, tmp_path):
-    other = with_random_weights(of_peft("gpt2", **{"fan_in_fan_out": True, **THEIR_FILES[case]}))
+    other = randomize(attach_peft("gpt2", **{"fan_in_fan_out": True, **PEFT_FILES[case]}))
     other.save_pretrained(tmp_path)
-    adapter, model = attached("gpt2", folders=[tmp_path])
+    adapter, model = attach_lora("gpt2", folders=[tmp_path])
     torch.testing.assert_close(logits(model), logits(other), **CLOSE)
     assert trainable_summary(model)[0] == other.get_nb_trainable_parameters()[0]
     adapter.save(model, str(tmp_path / "again"))
-    third = peft.PeftModel.from_pretrained(tiny_model("gpt2"), str(tmp_path / "again"))
-    torch.testing.assert_close(logits(third), logits(other), **CLOSE)
+    reloaded = peft.PeftModel.from_pretrained(tiny_model("gpt2"), str(tmp_path / "again"))
+    torch.testing.assert_close(logits(reloaded), logits(other), **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{"pissa_iter": -1}, {"pissa_iter": 2}, {"pissa_iter": 2, "use_rslora": True}])
 def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
-    adapter, model = attached(pissa_init=True, **options)
+    adapter, model = attach_lora(pissa_init=True, **options)
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
-    with_random_weights(model)
+    randomize(model)
     adapter.save(model, str(tmp_path))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8  # twice the rank
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
@@ -435,8 +439,8 @@ def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"pissa_init": True, "use_rslora": True}])
 def test_adapter_checkpoint_is_loaded_by_peft(options, tmp_path):
-    adapter, model = attached(**options)
-    with_random_weights(model)
+    adapter, model = attach_lora(**options)
+    randomize(model)
     save_file(adapter.state(model), tmp_path / f"{adapter.file_stem}.safetensors", {"format": "pt"})
     adapter.save_config(model, str(tmp_path))
     other = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path))
@@ -444,20 +448,20 @@ def test_adapter_checkpoint_is_loaded_by_peft(options, tmp_path):
 
 
 def test_experts_without_adapter_are_reported():
-    adapter, _ = attached("mixtral")
+    adapter, _ = attach_lora("mixtral")
     assert any("4 fused expert weights get no adapter" in note for note in adapter.notes)
 
 
 def test_layer_output_can_be_modified_in_place():
     config = FalconConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=1)
-    _, model = attached(model=FalconForCausalLM(config))
+    _, model = attach_lora(model=FalconForCausalLM(config))
     model(token_ids()).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
 def test_convolution_is_not_reported_as_expert():
     config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
-    adapter, _ = attached(model=MambaForCausalLM(config))
+    adapter, _ = attach_lora(model=MambaForCausalLM(config))
     (note,) = [note for note in adapter.notes if "get no adapter" in note]
     assert note.startswith("1 convolutions get no adapter")
 
@@ -465,22 +469,22 @@ def test_convolution_is_not_reported_as_expert():
 def test_different_base_model_is_reported(tmp_path):
     model = tiny_model()
     model.config.name_or_path = "org/one"
-    adapter, model = attached(model=model)
+    adapter, model = attach_lora(model=model)
     adapter.save(model, str(tmp_path))
     other = tiny_model(seed=1)
     other.config.name_or_path = "org/two"
-    adapter, _ = attached(model=other, folders=[tmp_path])
+    adapter, _ = attach_lora(model=other, folders=[tmp_path])
     assert any("trained on org/one; the base model of this run is org/two" in note for note in adapter.notes)
 
 
 def test_saved_tensor_names_match_peft(tmp_path):
-    adapter, model = attached(use_dora=True, additional_target=["lm_head"])
+    adapter, model = attach_lora(use_dora=True, additional_target=["lm_head"])
     adapter.save(model, str(tmp_path / "ours"))
-    of_peft(use_dora=True, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "theirs")
+    attach_peft(use_dora=True, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "theirs")
     names = {}
-    for who in ("ours", "theirs"):
-        with safe_open(tmp_path / who / "adapter_model.safetensors", "pt") as file:
-            names[who] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    for library in ("ours", "theirs"):
+        with safe_open(tmp_path / library / "adapter_model.safetensors", "pt") as file:
+            names[library] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     assert names["ours"] == names["theirs"]
 
 
@@ -488,8 +492,8 @@ def test_saved_tensor_names_match_peft(tmp_path):
 
 
 def saved_adapter(folder, seed, family="llama", **options):
-    adapter, model = attached(family, **options)
-    with_random_weights(model, seed)
+    adapter, model = attach_lora(family, **options)
+    randomize(model, seed)
     adapter.save(model, str(folder))
     return folder
 
@@ -500,7 +504,7 @@ def saved_adapter(folder, seed, family="llama", **options):
 )
 def test_options_that_an_existing_adapter_does_not_follow_are_reported(options, named, tmp_path):
     saved_adapter(tmp_path, 1, lora_rank=2)
-    adapter, _ = attached(folders=[tmp_path], **options)
+    adapter, _ = attach_lora(folders=[tmp_path], **options)
     assert [named in note for note in adapter.notes] == ([True] if named else [])
 
 
@@ -509,7 +513,7 @@ def test_adapters_are_merged_in_order_and_last_is_trained(tmp_path):
     second = saved_adapter(tmp_path / "second", 2, lora_rank=2)
     expected = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
     expected = peft.PeftModel.from_pretrained(expected, str(second))
-    adapter, model = attached(folders=[first, second])
+    adapter, model = attach_lora(folders=[first, second])
     torch.testing.assert_close(logits(model), logits(expected), **CLOSE)
     assert {p.shape[0] for n, p in model.named_parameters() if ".lora_A." in n and p.requires_grad} == {2}
     assert any("first" in note for note in adapter.notes)
@@ -518,14 +522,14 @@ def test_adapters_are_merged_in_order_and_last_is_trained(tmp_path):
 def test_create_new_adapter_merges_all_and_adds_one(tmp_path):
     first = saved_adapter(tmp_path / "first", 1)
     merged = peft.PeftModel.from_pretrained(tiny_model(), str(first)).merge_and_unload()
-    _, model = attached(folders=[first], create_new_adapter=True, lora_rank=3)
+    _, model = attach_lora(folders=[first], create_new_adapter=True, lora_rank=3)
     torch.testing.assert_close(logits(model), logits(merged), **CLOSE)
     assert {p.shape[0] for n, p in model.named_parameters() if ".lora_A." in n} == {3}
 
 
 def test_merging_into_base_leaves_plain_model(tmp_path):
-    _, model = attached(lora_target=["all"], additional_target=["lm_head"])
-    with_random_weights(model)
+    _, model = attach_lora(lora_target=["all"], additional_target=["lm_head"])
+    randomize(model)
     before = logits(model)
     plain = merge_into_base(model)
     torch.testing.assert_close(logits(plain), before, **CLOSE)
@@ -536,8 +540,8 @@ def test_merging_into_base_leaves_plain_model(tmp_path):
 
 @pytest.mark.parametrize("options", [{"additional_target": ["lm_head"]}, {"lora_target": ["embed_tokens"]}])
 def test_merging_separately_trained_tied_weights_unties_them(options, tmp_path):
-    _, model = attached("qwen2", **options)
-    with_random_weights(model)
+    _, model = attach_lora("qwen2", **options)
+    randomize(model)
     before = logits(model)
     merge_into_base(model)
     assert model.config.tie_word_embeddings is False
@@ -546,11 +550,11 @@ def test_merging_separately_trained_tied_weights_unties_them(options, tmp_path):
 
 
 def test_tied_modules_to_save_stay_tied():
-    _, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
+    _, model = attach_lora("qwen2", additional_target=["embed_tokens", "lm_head"])
     copies = [m.modules_to_save["default"].weight for m in model.modules() if hasattr(m, "modules_to_save")]
     assert len(copies) == 2
     assert copies[0] is copies[1]
-    with_random_weights(model)
+    randomize(model)
     before = logits(model)
     merge_into_base(model)
     assert model.config.tie_word_embeddings is True
@@ -558,9 +562,9 @@ def test_tied_modules_to_save_stay_tied():
 
 
 def test_shared_weight_is_saved_under_both_names(tmp_path):
-    adapter, model = attached("qwen2", additional_target=["embed_tokens", "lm_head"])
-    with_random_weights(model)
-    save_file(adapter.state(model), tmp_path / "adapter_model.safetensors")  # refuses names that share memory
+    adapter, model = attach_lora("qwen2", additional_target=["embed_tokens", "lm_head"])
+    randomize(model)
+    save_file(adapter.state(model), tmp_path / "adapter_model.safetensors")  # raises if names share memory
     stored = load_file(tmp_path / "adapter_model.safetensors")
     first, second = (weight for name, weight in stored.items() if "lora_" not in name)
     assert torch.equal(first, second)
@@ -572,35 +576,35 @@ def test_two_adapters_coexist_in_one_model(tmp_path):
     model = tiny_model()
     load_adapter(model, first, "first")
     load_adapter(model, second, "second")
-    alone = [logits(attached(folders=[folder])[1]) for folder in (first, second)]
+    single_logits = [logits(attach_lora(folders=[folder])[1]) for folder in (first, second)]
     set_active(model, ["first"])
-    torch.testing.assert_close(logits(model), alone[0], **CLOSE)
+    torch.testing.assert_close(logits(model), single_logits[0], **CLOSE)
     with rows_through(model, ["second", "first"]):
         mixed = logits(model)
-    torch.testing.assert_close(mixed[0], alone[1][0], **CLOSE)
-    torch.testing.assert_close(mixed[1], alone[0][1], **CLOSE)
+    torch.testing.assert_close(mixed[0], single_logits[1][0], **CLOSE)
+    torch.testing.assert_close(mixed[1], single_logits[0][1], **CLOSE)
 
 
 def test_only_adapter_is_trained_and_in_float32():
-    _, model = attached(model=tiny_model().to(torch.bfloat16), additional_target=["norm"])
+    _, model = attach_lora(model=tiny_model().to(torch.bfloat16), additional_target=["norm"])
     set_precision(model, torch.float32)
     for name, parameter in model.named_parameters():
-        is_ours = "lora_" in name or "modules_to_save" in name
-        assert parameter.requires_grad == is_ours
-        assert parameter.dtype == (torch.float32 if is_ours else torch.bfloat16), name
+        is_trained = "lora_" in name or "modules_to_save" in name
+        assert parameter.requires_grad == is_trained
+        assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
 
 
 def test_parameter_counts_match_peft():
-    _, model = attached("qwen2")
-    assert trainable_summary(model) == of_peft("qwen2").get_nb_trainable_parameters()
+    _, model = attach_lora("qwen2")
+    assert trainable_summary(model) == attach_peft("qwen2").get_nb_trainable_parameters()
 
 
 def test_new_tokens_train_embedding_and_head_with_adapter():
     model = tiny_model()
     model.has_new_tokens = True
-    adapter, model = attached(model=model)
-    whole = {path for path, m in model.named_modules() if hasattr(m, "modules_to_save")}
-    assert whole == {"model.embed_tokens", "lm_head"}
+    adapter, model = attach_lora(model=model)
+    fully_trained = {path for path, m in model.named_modules() if hasattr(m, "modules_to_save")}
+    assert fully_trained == {"model.embed_tokens", "lm_head"}
     assert len([note for note in adapter.notes if "vocabulary" in note]) == 1
 
 
@@ -609,8 +613,8 @@ def test_meta_model_accepts_adapter_for_counting():
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    _, counted = attached(model=model, use_dora=True, pissa_init=True)
-    _, real = attached(use_dora=True, pissa_init=True)
+    _, counted = attach_lora(model=model, use_dora=True, pissa_init=True)
+    _, real = attach_lora(use_dora=True, pissa_init=True)
     assert trainable_summary(counted) == trainable_summary(real)
     assert all(p.is_meta for p in counted.parameters())
 
@@ -621,13 +625,13 @@ def test_adapters_are_merged_and_continued_on_meta_model(tmp_path):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    adapter, counted = attached(model=model, folders=folders)
-    assert trainable_summary(counted) == trainable_summary(attached(folders=folders)[1])
+    adapter, counted = attach_lora(model=model, folders=folders)
+    assert trainable_summary(counted) == trainable_summary(attach_lora(folders=folders)[1])
     assert adapter.to_continue == folders[1]
 
 
 def test_lora_plus_sets_learning_rate_of_b():
-    _, model = attached(lora_target=["q_proj", "embed_tokens"])
+    _, model = attach_lora(lora_target=["q_proj", "embed_tokens"])
     options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
     result = learning_rates(model, options)
     assert {name.split(".lora_")[1].split(".")[0] for name in result} == {"B", "embedding_B"}
@@ -637,8 +641,8 @@ def test_lora_plus_sets_learning_rate_of_b():
 
 
 def test_lora_plus_trains_vectors_at_the_rate_of_b():
-    """Magnitudes of DoRA, biases and norms, as in the authors' code, peft and LLaMA-Factory."""
-    _, model = attached(lora_target=["q_proj"], use_dora=True, additional_target=["input_layernorm", "lm_head"])
+    """Magnitude vectors of DoRA, biases and norms, as in the authors' code, peft and LLaMA-Factory."""
+    _, model = attach_lora(lora_target=["q_proj"], use_dora=True, additional_target=["input_layernorm", "lm_head"])
     options = SimpleNamespace(loraplus_lr_ratio=16.0, loraplus_lr_embedding=1e-6, learning_rate=1e-4)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     vectors = {name for name, p in trained.items() if p.ndim == 1}
@@ -651,7 +655,7 @@ def test_lora_plus_trains_vectors_at_the_rate_of_b():
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 
-def trained_steps(model, steps):
+def train_steps(model, steps):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     model.train()
     for step in range(steps):
@@ -672,11 +676,11 @@ def trained_steps(model, steps):
 )
 def test_state_dict_round_trip_is_bitwise_equal(options):
     torch.manual_seed(11)
-    adapter, model = attached("qwen2", **options)
-    trained_steps(model, 2)
+    adapter, model = attach_lora("qwen2", **options)
+    train_steps(model, 2)
     state = {name: tensor.clone() for name, tensor in ModelState(model, adapter).state_dict().items()}
     torch.manual_seed(11)
-    other_adapter, other = attached("qwen2", **options)
+    other_adapter, other = attach_lora("qwen2", **options)
     ModelState(other, other_adapter).load_state_dict(state)
     for (name, ours), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -684,24 +688,24 @@ def test_state_dict_round_trip_is_bitwise_equal(options):
 
 def test_pissa_state_restores_its_own_initialization():
     torch.manual_seed(1)
-    adapter, model = attached(pissa_init=True, pissa_iter=1)
-    with_random_weights(model)
+    adapter, model = attach_lora(pissa_init=True, pissa_iter=1)
+    randomize(model)
     state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
-    torch.manual_seed(2)  # the fast decomposition draws; another machine rounds otherwise
-    other_adapter, other = attached(pissa_init=True, pissa_iter=1)
+    torch.manual_seed(2)  # the fast decomposition is random, and other machines round differently
+    other_adapter, other = attach_lora(pissa_init=True, pissa_iter=1)
     other_adapter.load_state(other, state)
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
 
 
 def test_checkpoint_of_another_rank_is_rejected():
-    state = attached(lora_rank=2)[0].state(attached(lora_rank=2)[1])
-    adapter, model = attached(lora_rank=4)
-    with pytest.raises(UserError, match="has rank 2, but this run uses rank 4") as caught:
+    state = attach_lora(lora_rank=2)[0].state(attach_lora(lora_rank=2)[1])
+    adapter, model = attach_lora(lora_rank=4)
+    with pytest.raises(UserError, match="has rank 2, but this run uses rank 4") as raised:
         adapter.load_state(model, state)
-    assert len(caught.value.problems) == 1
+    assert len(raised.value.problems) == 1
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- rejected adapters and options ------------------------------------------------------------------------------------
 
 
 def problems(family="llama", folders=(), **options):
@@ -728,7 +732,7 @@ def test_missing_additional_target_is_rejected():
 
 
 def test_attention_with_keyword_input_can_be_trained_fully():
-    adapter, model = attached(lora_target=["gate_proj"], additional_target=["self_attn"])
+    adapter, model = attach_lora(lora_target=["gate_proj"], additional_target=["self_attn"])
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
     assert "model.layers.0.self_attn" in adapter.notes[0]
 
@@ -751,7 +755,7 @@ def test_dropout_out_of_range_is_rejected(value, bound):
 
 def test_adapter_of_wider_model_is_rejected(tmp_path):
     wide = tiny_model("llama", hidden_size=32)
-    adapter, model = attached(model=wide)
+    adapter, model = attach_lora(model=wide)
     adapter.save(model, str(tmp_path))
     (result,) = problems(folders=[tmp_path])
     assert "does not fit this LlamaForCausalLM" in result
@@ -798,7 +802,7 @@ def test_full_model_given_as_adapter_is_rejected(tmp_path):
 
 
 def test_corrupt_adapter_is_not_merged(tmp_path):
-    _, model = attached()
+    _, model = attach_lora()
     before = {name: p.clone() for name, p in model.named_parameters()}
     next(p for n, p in model.named_parameters() if "lora_B" in n).data[0, 0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite weights"):
@@ -812,7 +816,7 @@ def test_corrupt_adapter_is_not_merged(tmp_path):
     ("family", "left_out"), [("deepseek_v4", "o_a_proj"), ("falcon_h1", "out_proj"), ("phimoe", "router")]
 )
 def test_all_leaves_out_layers_that_no_adapter_fits(family, left_out):
-    """A grouped product, the output of a state-space model, and a router inherit from a linear layer."""
+    """Their classes inherit from a linear layer: a grouped product, the output of a state-space model, and a router."""
     models = [model for _, model in tiny_models([family])]
     if not models:
         pytest.skip(f"{family} is not in this version of transformers")

@@ -1,6 +1,5 @@
-"""Chromium from the system's packages, driven by Playwright. Without either, the tests are skipped with a message, or
-fail if ``BURNISH_BROWSER=required``.
-"""
+"""Chromium from the system's packages, controlled by Playwright. Without either, the tests are skipped with a message,
+or fail if ``BURNISH_BROWSER=required``."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ import pytest
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-USUAL = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY|INTERNET)")
-"""Lines of a console on a request that was refused, or whose server was killed: a test is about these."""
-IS_THERE = bool(CHROMIUM) and find_spec("playwright") is not None and find_spec("starlette") is not None
+EXPECTED_ERRORS = re.compile(r"status of 4|net::ERR_(CONNECTION|INCOMPLETE|EMPTY|INTERNET)")
+"""Console errors about rejected requests and killed servers, which some tests cause."""
+IS_AVAILABLE = bool(CHROMIUM) and find_spec("playwright") is not None and find_spec("starlette") is not None
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    if not IS_THERE:
-        why = "no Chromium, no playwright or no starlette is installed: the page was not looked at in a browser"
+    if not IS_AVAILABLE:
+        reason = "Chromium, playwright or starlette is not installed: the page was not tested in a browser"
         if os.environ.get("BURNISH_BROWSER") == "required":
-            pytest.fail(why)
-        pytest.skip(why)
+            pytest.fail(reason)
+        pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -43,7 +42,7 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Server:
-    """``burnish webui`` as a process of its own, over a folder."""
+    """A ``burnish webui`` process that serves a folder."""
 
     root: Path
     home: Path
@@ -94,7 +93,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def _end_runs(root: Path) -> None:
-    """Runs outlive the page; those of a test end with it."""
+    """Kill the runs that a test started, which would continue without the server."""
     import signal
 
     from burnish.serve.http.child import send_signal
@@ -107,7 +106,7 @@ def _end_runs(root: Path) -> None:
 
 @pytest.fixture
 def visitor(chromium: Any, server: Server) -> Iterator[Any]:
-    """A page that has signed in by the link; it fails the test for errors in its console and for foreign requests."""
+    """A page that is signed in. The test fails on console errors and on requests to other hosts."""
     context = chromium.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
     page = context.new_page()
     page.set_default_timeout(60_000)
@@ -115,7 +114,9 @@ def visitor(chromium: Any, server: Server) -> Iterator[Any]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on(
         "console",
-        lambda output: errors.append(output.text) if output.type == "error" and not USUAL.search(output.text) else None,
+        lambda output: (
+            errors.append(output.text) if output.type == "error" and not EXPECTED_ERRORS.search(output.text) else None
+        ),
     )
     page.on(
         "request",
@@ -131,7 +132,7 @@ def visitor(chromium: Any, server: Server) -> Iterator[Any]:
 
 
 def wait_for(condition: Any, seconds: float = 90.0) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come about"
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.1)

@@ -24,7 +24,7 @@ FORM = {
 
 @pytest.fixture
 def axe() -> str:
-    """The script of axe-core, which only the tests load."""
+    """The script of axe-core."""
     result = find_spec("axe_playwright_python")
     if result is None or not result.submodule_search_locations:
         if os.environ.get("BURNISH_BROWSER") == "required":
@@ -35,7 +35,7 @@ def axe() -> str:
 
 @pytest.fixture
 def run(server) -> str:
-    """The id of a run that the server shows."""
+    """The id of a run that the server lists."""
     from burnish.serve.page.runs.runs import id_of
     from web.conftest import make_runs
 
@@ -51,7 +51,7 @@ def test_axe_finds_no_accessibility_violations(chromium, server, run, axe, theme
     for width in (1280, 360):
         context = chromium.new_context(
             viewport={"width": width, "height": 800}, color_scheme=theme, locale=language,
-            reduced_motion="reduce",  # a color that is fading has no contrast of its own
+            reduced_motion="reduce",  # the contrast of a color is undefined during its transition
         )  # fmt: skip
         page = context.new_page()
         page.set_default_timeout(90_000)
@@ -66,13 +66,13 @@ def test_axe_finds_no_accessibility_violations(chromium, server, run, axe, theme
             page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
             page.evaluate(axe)
             violations = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
-            result |= {(screen, width, one["id"]): one["nodes"][0]["html"][:200] for one in violations}
+            result |= {(screen, width, element["id"]): element["nodes"][0]["html"][:200] for element in violations}
         context.close()
     assert result == {}
 
 
 def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run) -> None:
-    line = visitor.context.new_cdp_session(visitor)
+    connection = visitor.context.new_cdp_session(visitor)
     defaults = {"latency": 80, "downloadThroughput": 12_500, "uploadThroughput": 12_500}  # 100 kbit/s
     visitor.goto(f"{server.address}/runs/{run}")
     visitor.locator(".chart canvas").first.wait_for()
@@ -81,13 +81,13 @@ def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run
     for step in steps:
         with log.open("a") as file:
             file.write(json.dumps({"current_steps": step, "total_steps": 100, "loss": 1 + step / 1000}) + "\n")
-        line.send("Network.emulateNetworkConditions", {"offline": step % 10 == 0, **defaults})
+        connection.send("Network.emulateNetworkConditions", {"offline": step % 10 == 0, **defaults})
         time.sleep(0.5 if step % 10 == 0 else 0.2)
-    line.send("Network.emulateNetworkConditions", {"offline": False, **defaults})
+    connection.send("Network.emulateNetworkConditions", {"offline": False, **defaults})
     visitor.locator("#summary", has_text="over 100 steps").wait_for()
     visitor.check("#as-table")
 
-    rows = [*range(1, 41), 20, *range(41, 101)]  # step 20 has an evaluation too
+    rows = [*range(1, 41), 20, *range(41, 101)]  # step 20 also has an evaluation
     first = "rows => rows.map(row => Number(row.cells[0].textContent))"
     wait_for(lambda: sorted(visitor.eval_on_selector_all("#table tbody tr", first)) == sorted(rows), 30)
 
@@ -95,36 +95,36 @@ def test_rows_are_complete_over_slow_interrupted_connection(visitor, server, run
 def test_run_is_configured_started_stopped_and_resumed_by_keyboard(visitor, server) -> None:
     press = visitor.keyboard.press
 
-    def reach(selector: str, most: int = 300) -> None:
-        for _ in range(most):
+    def tab_to(selector: str, max_presses: int = 300) -> None:
+        for _ in range(max_presses):
             if visitor.evaluate("wanted => document.activeElement?.matches(wanted)", selector):
                 return
             press("Tab")
-        raise AssertionError(f"{selector} is not reached by {most} presses of Tab")
+        raise AssertionError(f"{selector} is not reached within {max_presses} presses of Tab")
 
-    reach("header a[href$='new'], nav a[href$='new']")
+    tab_to("header a[href$='new'], nav a[href$='new']")
     press("Enter")
     visitor.wait_for_selector("#box-model_name_or_path")
     visitor.evaluate("[...document.querySelectorAll('.topic')].slice(0, 3).forEach(one => { one.open = true })")
     visitor.wait_for_selector("#box-max_steps")
     for name, value in FORM.items():
         visitor.evaluate("document.querySelector('main').focus()")
-        reach(f"#box-{name}")
-        visitor.keyboard.type(value)  # a list of choices is chosen from by its letters
+        tab_to(f"#box-{name}")
+        visitor.keyboard.type(value)  # typing also selects an item of a list
     visitor.wait_for_selector("#start:not([disabled])")
-    reach("#start")
+    tab_to("#start")
     press("Enter")
     visitor.wait_for_url("**/runs/*")
     visitor.locator("#state", has_text="running").wait_for()
-    reach("#stop")
+    tab_to("#stop")
     press("Enter")
     wait_for(lambda: visitor.inner_text("#state") == "stopped")
     visitor.wait_for_selector("#resume:not([hidden])")
-    reach("#resume")
+    tab_to("#resume")
     press("Enter")
     wait_for(lambda: visitor.inner_text("#state") == "done", 240)
     visitor.locator("#panel-log", has_text="Trained").wait_for()
-    reach("[role=tab]")
+    tab_to("[role=tab]")
     press("ArrowRight")
     assert visitor.evaluate("document.activeElement.id") == "tab-events"
 
@@ -143,7 +143,7 @@ def test_another_window_takes_over_when_streaming_window_closes(visitor, server,
 
 
 def test_page_falls_back_to_polling_behind_buffering_proxy(visitor, server, run) -> None:
-    visitor.context.route("**/api/stream**", lambda route: None)  # it never answers
+    visitor.context.route("**/api/stream**", lambda route: None)  # no response
     visitor.goto(f"{server.address}/runs/{run}")
     visitor.locator(".chart canvas").first.wait_for()
     for last in (50, 60):

@@ -30,7 +30,7 @@ def stored_chats(server) -> str:
 
 @pytest.fixture
 def chat(visitor, server):
-    """The chat with a loaded model that sees, whose weights are random."""
+    """The chat page, with the files of a vision model with random weights."""
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(server.root / "vision")
     image_models().save_processor(processor, server.root / "vision")
@@ -39,8 +39,8 @@ def chat(visitor, server):
     return visitor
 
 
-def load(chat, server):
-    """Load the model through the page's own routes; the conversation then has an engine."""
+def load_engine(chat, server):
+    """Load the model through the page's routes, so that the conversation has an engine."""
     chat.evaluate(
         """async (path) => fetch("api/engines", {method: "POST", headers: {"Content-Type": "application/json"},
         body: JSON.stringify({path})})""",
@@ -99,11 +99,11 @@ def test_images_are_picked_pasted_dropped_and_sent(chat, server):
 
 
 def test_model_on_the_page_responds_to_an_image(chat, server):
-    load(chat, server)
+    load_engine(chat, server)
     path = server.root / "files" / "p1_64x48.png"
     uri = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     parts = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What?"}]
-    ask = """async (messages) => {
+    fetch_script = """async (messages) => {
       const engines = (await (await fetch("api/engines")).json()).engines;
       if (engines[0]?.state !== "ready") return engines[0];
       const headers = { "Content-Type": "application/json" }, method = "POST";
@@ -116,7 +116,7 @@ def test_model_on_the_page_responds_to_an_image(chat, server):
     }"""
     result = None
     for _ in range(240):
-        result = chat.evaluate(ask, [{"role": "user", "content": parts}])
+        result = chat.evaluate(fetch_script, [{"role": "user", "content": parts}])
         if result and "" in result:
             break
         assert not result or result.get("state") != "ended", result
@@ -127,8 +127,8 @@ def test_model_on_the_page_responds_to_an_image(chat, server):
 
 
 @pytest.fixture
-def photos(chat, server):
-    """Records with images beside the model, and one whose image lies outside of the roots."""
+def image_records(chat, server):
+    """Image records with files inside the server's folder."""
     names = ["p1_64x48.png", "p2_48x64.png", "p3_80x60.png"]
     records = [
         {"instruction": "<image>What is it?", "output": "A square.", "images": [f"files/{name}"]} for name in names
@@ -140,33 +140,33 @@ def photos(chat, server):
     return chat
 
 
-def is_drawn(image) -> bool:
+def is_displayed(image) -> bool:
     image.wait_for()
     return image.evaluate("async (node) => { await node.decode(); return node.naturalWidth > 0; }")
 
 
-def test_plan_examples_show_their_images(photos, server):
-    photos.goto(f"{server.address}/new")
-    photos.wait_for_selector("#box-model_name_or_path", timeout=180_000)
+def test_plan_examples_show_their_images(image_records, server):
+    image_records.goto(f"{server.address}/new")
+    image_records.wait_for_selector("#box-model_name_or_path", timeout=180_000)
     for name, value in {"model_name_or_path": "vision", "dataset": "photos.json", "output_dir": "saves/a"}.items():
-        photos.fill(f"#box-{name}", value)
-    image = photos.locator("#sample .thumb img").first
+        image_records.fill(f"#box-{name}", value)
+    image = image_records.locator("#sample .thumb img").first
     image.wait_for(timeout=120_000)
-    assert is_drawn(image)
-    assert "48" in photos.locator("#sample .thumb figcaption").first.inner_text()
+    assert is_displayed(image)
+    assert "48" in image_records.locator("#sample .thumb figcaption").first.inner_text()
 
 
-def test_predictions_show_images_of_their_prompts(photos, server):
-    photos.goto(f"{server.address}/evaluate")
-    photos.wait_for_selector("#job-form button.main:not([disabled])")
-    photos.select_option("#source", label="vision")
-    photos.select_option("#dataset", index=0)
-    photos.click("#job-form button.main")
-    image = photos.locator(".predictions .thumb img").first
+def test_predictions_show_images_of_their_prompts(image_records, server):
+    image_records.goto(f"{server.address}/evaluate")
+    image_records.wait_for_selector("#job-form button.main:not([disabled])")
+    image_records.select_option("#source", label="vision")
+    image_records.select_option("#dataset", index=0)
+    image_records.click("#job-form button.main")
+    image = image_records.locator(".predictions .thumb img").first
     image.wait_for(timeout=180_000)
-    assert is_drawn(image)
-    assert photos.locator(".predictions .prediction").count() == 3
-    assert "A square." in photos.locator(".predictions").inner_text()
-    run = photos.evaluate("async () => (await (await fetch('api/runs')).json()).runs[0].id")
-    photos.goto(f"{server.address}/runs/{run}")
-    assert is_drawn(photos.locator("#panel-predictions .thumb img").first)
+    assert is_displayed(image)
+    assert image_records.locator(".predictions .prediction").count() == 3
+    assert "A square." in image_records.locator(".predictions").inner_text()
+    run = image_records.evaluate("async () => (await (await fetch('api/runs')).json()).runs[0].id")
+    image_records.goto(f"{server.address}/runs/{run}")
+    assert is_displayed(image_records.locator("#panel-predictions .thumb img").first)

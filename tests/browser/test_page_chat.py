@@ -32,7 +32,8 @@ def call(number: int, arguments: str) -> tuple[dict[str, object], ...]:
 
 @pytest.fixture
 def requests(visitor, server):
-    """The requests to the engine. It calls ``add`` twice where tools are offered, and answers what came back."""
+    """The recorded requests to the engine, which calls ``add`` twice if tools are offered and responds to the
+    results."""
     from web.conftest import make_runs
 
     shutil.rmtree(server.root / "saves")
@@ -44,8 +45,8 @@ def requests(visitor, server):
     def answer(route) -> None:
         body = json.loads(route.request.post_data)
         requests.append(body)
-        asks = body.get("tools") and body["messages"][-1]["role"] == "user"
-        deltas = (*call(0, '{"a": 1}'), *call(1, '{"a": 2}')) if asks else ({"content": "It is three."},)
+        calls_tools = body.get("tools") and body["messages"][-1]["role"] == "user"
+        deltas = (*call(0, '{"a": 1}'), *call(1, '{"a": 2}')) if calls_tools else ({"content": "It is three."},)
         route.fulfill(status=200, content_type="text/event-stream", body=chunks(*deltas))
 
     visitor.route("**/api/engines", lambda route: route.fulfill(
@@ -78,7 +79,7 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, requests
     visitor.locator(".result-form textarea").first.fill("one")
     visitor.locator(".result-form button").first.click()
     visitor.locator(".result", has_text="one").wait_for()
-    visitor.reload()  # what was given before is kept with the conversation
+    visitor.reload()  # the first result is saved with the conversation
     visitor.locator("#engine-states", has_text="first ✓").wait_for()
     visitor.locator(".result", has_text="one").wait_for()
     visitor.locator(".result-form textarea").fill("<b>two</b>")
@@ -86,14 +87,14 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, requests
     visitor.get_by_text("It is three.").wait_for()
     first, second = requests
     assert first["tools"] == second["tools"] == [{"type": "function", "function": TOOLS[0]}]
-    assert [one["role"] for one in second["messages"]] == ["user", "assistant", "tool", "tool"]
-    assert [one["content"] for one in second["messages"][2:]] == ["one", "<b>two</b>"]
-    assert [one["id"] for one in second["messages"][1]["tool_calls"]] == ["call_0", "call_1"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert [message["content"] for message in second["messages"][2:]] == ["one", "<b>two</b>"]
+    assert [message["id"] for message in second["messages"][1]["tool_calls"]] == ["call_0", "call_1"]
     visitor.click(".chat-head .menu summary")
     with visitor.expect_download() as result:
         visitor.click("#record")
     record = json.loads(Path(result.value.path()).read_text(encoding="utf-8"))
-    assert [one["role"] for one in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
 def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, requests) -> None:
@@ -103,31 +104,37 @@ def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, request
         visitor.click("#send")
         visitor.get_by_text("It is three.").wait_for()
     visitor.click("#history")
-    past = visitor.locator("#history-list .history-entry")
+    entries = visitor.locator("#history-list .history-entry")
     visitor.get_by_role("button", name="Delete the conversation First question").click()
     visitor.get_by_text("The conversation was deleted.").wait_for()
     visitor.get_by_role("button", name="Undo").click()
-    past.filter(has_text="First question").locator("button.grow").click()
+    entries.filter(has_text="First question").locator("button.grow").click()
     visitor.locator('.side[data-side="0"] .turn.user', has_text="First question").wait_for()
     assert visitor.locator('.side[data-side="0"] .turn.user', has_text="Second question").count() == 0
     visitor.fill("#message", "And then?")
     visitor.click("#send")
     visitor.locator('.side[data-side="0"] .turn.user', has_text="And then?").wait_for()
-    assert [one["content"] for one in requests[-1]["messages"]] == ["First question", "It is three.", "And then?"]
+    assert [message["content"] for message in requests[-1]["messages"]] == [
+        "First question",
+        "It is three.",
+        "And then?",
+    ]
 
 
 def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, requests) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")
-    options = visitor.locator(".side[data-side=reference]")
-    options.get_by_text("validation example").wait_for()
+    reference = visitor.locator(".side[data-side=reference]")
+    reference.get_by_text("validation example").wait_for()
     visitor.get_by_text("It is three.").wait_for()
     requested = requests[0]["messages"][-1]["content"]
     records = [json.loads(line) for line in (server.root / "data/train.jsonl").read_text().splitlines()]
     answers = [
-        one["output"] for one in records if requested == "\n".join(filter(None, (one["instruction"], one["input"])))
+        record["output"]
+        for record in records
+        if requested == "\n".join(filter(None, (record["instruction"], record["input"])))
     ]
-    assert options.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
+    assert reference.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
 
 
 def test_webchat_opens_conversation_with_model_of_inference_file(chromium, tmp_path) -> None:

@@ -35,8 +35,8 @@ def unfold(page) -> None:
     page.wait_for_selector("#box-max_steps")
 
 
-def choose(page, item: str) -> None:
-    """An item of a menu that is folded."""
+def click_menu_item(page, item: str) -> None:
+    """Click an item of a collapsed menu."""
     page.evaluate("wanted => { document.querySelector(wanted).closest('details').open = true }", item)
     page.click(item)
 
@@ -51,12 +51,12 @@ def test_two_quickly_selected_runs_are_compared(visitor, server) -> None:
         rows = [{"current_steps": step, "total_steps": 3, "loss": 3.0 / step, "epoch": 1.0} for step in (1, 2, 3)]
         (server.root / "saves" / name / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def shown() -> bool:
+    def both_listed() -> bool:
         visitor.goto(f"{server.address}/compare")
         visitor.wait_for_timeout(500)
         return visitor.locator(".chip").count() == 2
 
-    wait_for(shown)
+    wait_for(both_listed)
     visitor.route("**/series*", lambda route: (visitor.wait_for_timeout(300), route.continue_()))
     visitor.evaluate("for (const one of document.querySelectorAll('.chip input')) one.click()")
     visitor.wait_for_selector("#charts")
@@ -79,7 +79,7 @@ def test_sign_in_with_wrong_key_typed_key_and_expired_cookie(visitor, server) ->
 def test_printed_link_signs_in_on_open_sign_in_page(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/sign-in")
-    visitor.goto(server.link)  # only what stands behind # is new: the browser loads nothing
+    visitor.goto(server.link)  # only the URL fragment changes, so the browser loads nothing
     visitor.wait_for_url("**/runs")
 
 
@@ -98,7 +98,7 @@ def test_form_to_trained_model_survives_a_killed_server(visitor, server) -> None
     page.locator(".chart canvas").first.wait_for()
     page.reload()
     page.locator(".chart canvas").first.wait_for()
-    server.kill()  # the run goes on
+    server.kill()  # the run continues
     server.start(port)
     page.goto(page.url)
     page.locator(".chart canvas").first.wait_for()
@@ -186,7 +186,7 @@ def test_form_is_saved_as_preset_and_restored(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     fill(visitor, learning_rate="3e-4")
     visitor.locator("#yaml", has_text="max_steps: 60").wait_for(state="attached")
-    choose(visitor, "#save-preset")
+    click_menu_item(visitor, "#save-preset")
     visitor.fill("#preset-name", "mine")
     visitor.click("#preset-keep")
     visitor.get_by_text("Saved as mine.").wait_for()
@@ -197,7 +197,7 @@ def test_form_is_saved_as_preset_and_restored(visitor, server) -> None:
     visitor.select_option("#preset", "mine")
     assert float(visitor.input_value("#box-learning_rate")) == 3e-4
     assert visitor.input_value("#box-max_steps") == "60"
-    choose(visitor, "#drop-preset")
+    click_menu_item(visitor, "#drop-preset")
     visitor.wait_for_selector("#preset option[value=mine]", state="detached")
 
 
@@ -225,16 +225,16 @@ def test_page_fits_a_narrow_window_and_is_keyboard_navigable(visitor, server) ->
         for path in ("runs", "new", "compare", "chat", "evaluate", "export", "settings"):
             visitor.goto(f"{server.address}/{path}")
             visitor.wait_for_load_state("networkidle") if path in ("settings", "export") else None
-            wide = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
-            assert not wide, (path, width)
+            overflows = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            assert not overflows, (path, width)
     visitor.goto(f"{server.address}/runs")
     visitor.keyboard.press("Tab")
     assert visitor.evaluate("document.activeElement.className") == "skip"
-    recorded = set()
+    focused = set()
     for _ in range(14):
         visitor.keyboard.press("Tab")
-        recorded.add(visitor.evaluate("document.activeElement.textContent.trim()"))
-    assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= recorded
+        focused.add(visitor.evaluate("document.activeElement.textContent.trim()"))
+    assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= focused
 
 
 def test_runs_and_metrics_are_readable_without_javascript(chromium, server) -> None:

@@ -1,6 +1,5 @@
-"""Damaged or foreign checkpoints, folders in use, signals and failures, one row each: a run resumes from what is
-intact and ends in the same bits, or reports why it cannot.
-"""
+"""Damaged or foreign checkpoints, folders in use, signals and failures: a run resumes from an intact checkpoint with
+bitwise equal results, or reports why it cannot."""
 
 import fcntl
 import json
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.run
 
 @pytest.fixture(scope="module")
 def stopped(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps that was killed after the fourth, and beside it (``whole``) the one that was not."""
+    """The folder of a run that was killed after four of eight steps, and (``whole``) of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -40,7 +39,7 @@ def stopped(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.fixture
-def again(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped_copy(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
@@ -57,7 +56,7 @@ def flip_a_bit() -> None:
     path.write_bytes(content)
 
 
-def emptied() -> None:
+def empty_checkpoint() -> None:
     shutil.rmtree(NEWEST)
     Path(NEWEST).mkdir()
 
@@ -72,7 +71,7 @@ RESUMED = [
     Case("R4c", lambda: Path(NEWEST, "rng_state_0.safetensors").unlink(),
          ["rng_state_0.safetensors is missing", "step 2"]),
     Case("R4d", lambda: Path(NEWEST, "trainer_state.json").unlink(), ["trainer_state.json is missing", "step 2 of 8"]),
-    Case("R5", emptied, ["was skipped", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
+    Case("R5", empty_checkpoint, ["was skipped", "manifest.json", "out/checkpoint-2: step 2 of 8"]),
     Case("R6", flip_a_bit, ["checksum mismatch", "out/checkpoint-2: step 2 of 8"]),
 ]  # fmt: skip
 
@@ -90,9 +89,9 @@ def logged_steps() -> list[int]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_run_resumes_from_intact_checkpoint_bitwise_equal(
-    case: Case, again: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, stopped_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case.wrong()
+    case.prepare()
     assert cli.main(["train", "run.yaml"]) == 0
     out, _ = read_output(capsys)
     for message in case.expected:
@@ -102,7 +101,7 @@ def test_run_resumes_from_intact_checkpoint_bitwise_equal(
     assert logged_steps() == list(range(1, 9))
 
 
-def with_another_base() -> None:
+def change_model() -> None:
     state = load_file("model/model.safetensors")
     save_file({name: value * 1.01 for name, value in state.items()}, "model/model.safetensors", {"format": "pt"})
 
@@ -115,7 +114,7 @@ ANOTHER_RUN = [
     Case("R6, by name", flip_a_bit, [NEWEST, "checksum mismatch", "checkpoint-2"],
          [f"resume_from_checkpoint={NEWEST}"]),
     Case("R1b", lambda: None, ["contains an earlier run", "checkpoint-2"], ["resume=never"]),
-    Case("R9b", with_another_base, ["base_model has changed"]),
+    Case("R9b", change_model, ["base_model has changed"]),
     Case("R10", lambda: None, ["rows_per_step changed from 2 to 4"], ["per_device_train_batch_size=4"]),
     Case("R10b", lambda: None, ["rows_per_step changed from 2 to 4"], ["gradient_accumulation_steps=2"]),
     Case("R11", lambda: write("data/rows.json", ROWS[::-1]), ["data has changed"]),
@@ -124,16 +123,16 @@ ANOTHER_RUN = [
     Case("R13", lambda: None, ['finetuning_type changed from "full" to "lora"'], ["finetuning_type=lora"]),
     Case("another length", lambda: None, ["cutoff_len changed from 128 to 64"], ["cutoff_len=64"]),
     Case("another template", lambda: None, ["template has changed"], ["template=chatml"]),
-    Case("all of the row", lambda: None, ["train_on_prompt changed from false to true"], ["train_on_prompt=true"]),
+    Case("train_on_prompt", lambda: None, ["train_on_prompt changed from false to true"], ["train_on_prompt=true"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("case", ANOTHER_RUN, ids=str)
 def test_different_run_is_rejected_and_checkpoints_are_unchanged(
-    case: Case, command: str, again: Path, capsys: pytest.CaptureFixture[str]
+    case: Case, command: str, stopped_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case.wrong()
+    case.prepare()
     before = files(Path("out"))
     assert cli.main([command, "run.yaml", *case.argv]) == 2
     _, err = read_output(capsys)
@@ -146,7 +145,7 @@ def test_different_run_is_rejected_and_checkpoints_are_unchanged(
 
 @pytest.mark.parametrize("argv", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
 def test_optimizer_state_of_another_optimizer_is_rejected(
-    argv: list[str], again: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], stopped_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", *argv]) == 2
     err = read_output(capsys)[1]
@@ -155,7 +154,7 @@ def test_optimizer_state_of_another_optimizer_is_rejected(
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
 
 
-def test_finished_run_is_not_mistaken_for_another(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_not_mistaken_for_another(stopped_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R15, and the same folder with another seed."""
     assert cli.main(["train", "run.yaml"]) == 0
     before = Path("out/model.safetensors").stat().st_mtime_ns
@@ -197,21 +196,21 @@ def test_model_that_cannot_be_saved_is_kept_as_checkpoint_and_retried(
     assert not Path("out/model.safetensors").exists()
     assert cli.main(argv) == 0
     assert Path("out/model.safetensors").is_file()
-    (trained,) = [entry["train_loss"] for entry in history(Path("out")) if "train_loss" in entry][-1:]
-    assert trained > 0
+    (train_loss,) = [entry["train_loss"] for entry in history(Path("out")) if "train_loss" in entry][-1:]
+    assert train_loss > 0
 
 
 def test_partially_written_model_does_not_block_the_same_command(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the model nor a checkpoint can be written, as on a full disk; then they can."""
+    """In the first run, neither the model nor a checkpoint can be written, as on a full disk."""
 
     def is_full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     argv = ["train", "run.yaml", "save_strategy=no"]
     with monkeypatch.context() as patched:
-        patched.setattr("burnish.models.save.save_config", is_full)  # once the weights are there
+        patched.setattr("burnish.models.save.save_config", is_full)  # after the weights
         patched.setattr("burnish.checkpoint.checkpoint._write_part", is_full)
         assert cli.main(argv) == 1
     assert "The disk is full" in read_output(capsys)[1]
@@ -219,7 +218,7 @@ def test_partially_written_model_does_not_block_the_same_command(
     assert cli.main(argv) == 0
 
 
-def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_steps_than_trained_are_rejected(stopped_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12d."""
     assert cli.main(["train", "run.yaml", "max_steps=3"]) == 2
     assert (
@@ -228,7 +227,9 @@ def test_fewer_steps_than_trained_are_rejected(again: Path, capsys: pytest.Captu
     assert not Path("out/model.safetensors").exists()
 
 
-def test_changed_learning_rate_is_rejected_unless_requested(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_learning_rate_is_rejected_unless_requested(
+    stopped_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """R12."""
     assert cli.main(["train", "run.yaml", "learning_rate=5e-3"]) == 2
     assert "learning_rate changed from 0.001 to 0.005" in read_output(capsys)[1]
@@ -248,18 +249,18 @@ def test_two_runs_cannot_share_a_folder(user_folder: Path, capsys: pytest.Captur
     assert os.listdir("out") == [".lock"]
 
 
-# --- what the machine does -------------------------------------------------------------------------------------------
+# --- signals and failures ---------------------------------------------------------------------------------------------
 
 
-def at_step(number: int, does: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def at_step(number: int, action: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     step = Loop.step
 
-    def take(run: Any, *arguments: Any) -> None:
+    def step_with_action(run: Any, *arguments: Any) -> None:
         if run.state.global_step == number:
-            does()
+            action()
         step(run, *arguments)
 
-    monkeypatch.setattr(Loop, "step", take)
+    monkeypatch.setattr(Loop, "step", step_with_action)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -276,24 +277,28 @@ def test_signal_saves_checkpoint_and_same_command_resumes(
     assert logged_steps() == list(range(1, 9))
 
 
-def failing() -> None:
+def out_of_memory() -> None:
     raise MemoryError
 
 
 @pytest.mark.parametrize(
-    ("first", "argv"),
+    ("argv", "message"),
     [(["learning_rate=1e30"], "loss of step 2 is not finite"), ([], "Out of memory")],
     ids=["X1", "X2"],
 )
 def test_failure_before_first_checkpoint_leaves_reusable_folder(
-    first: list[str], argv: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    message: str,
+    user_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        if not first:
-            at_step(1, failing, patch)
-        assert cli.main(["train", "run.yaml", *first]) == 1
+        if not argv:
+            at_step(1, out_of_memory, patch)
+        assert cli.main(["train", "run.yaml", *argv]) == 1
     _, err = read_output(capsys)
-    assert argv in err
+    assert message in err
     assert "No checkpoint was saved." in err or "Memory is used by weights" in err
     assert "Traceback" in Path("out/traceback.txt").read_text(encoding="utf-8")
     assert not Path("out/model.safetensors").exists()
@@ -303,7 +308,7 @@ def test_failure_before_first_checkpoint_leaves_reusable_folder(
 
 
 def test_overwriting_a_run_removes_all_its_files(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An adapter beside a whole model would be loaded in its place."""
+    """An adapter left next to a full model would be loaded instead of it."""
     assert cli.main(["train", "run.yaml", "finetuning_type=lora", "do_eval=true", "val_size=4"]) == 0
     assert Path("out/eval_results.json").exists()
     assert cli.main(["train", "run.yaml", "overwrite_output_dir=true", "max_steps=2"]) == 0

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.run
 
 VARIANTS = {
     "dropout": {},
-    "evaluation in between": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
+    "evaluation": {"eval_rows": 5, "eval_strategy": "steps", "eval_steps": 2},
     "accumulation": {"gradient_accumulation_steps": 3},
-    "logs that span the cut": {"logging_steps": 4},
-    "a schedule with warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
+    "logging interval across the checkpoint": {"logging_steps": 4},
+    "warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
 }
 
@@ -38,48 +38,48 @@ VARIANTS = {
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
 def test_resume_gives_same_weights_and_log(tmp_path, variant, stop_at):
     options = {"save_strategy": "no", **VARIANTS[variant]}
-    whole, _ = make_run(tmp_path / "whole", **options)
-    whole.train()
-    if stop_at >= whole.state.max_steps:
+    uninterrupted, _ = make_run(tmp_path / "whole", **options)
+    uninterrupted.train()
+    if stop_at >= uninterrupted.state.max_steps:
         stop_at = 3
     first, _ = make_run(tmp_path / "cut", [StopAt(stop_at)], **options)
     first.train()
-    assert not same(weights(first), weights(whole))
+    assert not same(weights(first), weights(uninterrupted))
     torch.manual_seed(12345)
     second, _ = make_run(tmp_path / "cut", **options)
     torch.rand(17)
     load(tmp_path / "cut" / f"checkpoint-{stop_at}", second.parts)
     second.train()
-    assert same(weights(second), weights(whole))
-    assert without_times(second.state.log_history) == without_times(whole.state.log_history)
+    assert same(weights(second), weights(uninterrupted))
+    assert without_times(second.state.log_history) == without_times(uninterrupted.state.log_history)
 
 
 def live_bytes():
-    """Bytes of all tensors, including those that only a garbage collection would free."""
-    found = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
-    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
+    """Return the size of all tensors, including those that only a garbage collection would free."""
+    tensors = (tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter))
+    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @pytest.fixture
-def _without_collections():
+def _no_garbage_collection():
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.usefixtures("_without_collections")
+@pytest.mark.usefixtures("_no_garbage_collection")
 @pytest.mark.parametrize("is_background", [True, False])
 def test_copies_of_a_checkpoint_are_freed_without_garbage_collection(tmp_path, is_background):
     run, _ = make_run(tmp_path, save_strategy="no")
     run.train()
     run.checkpoints.in_background = is_background
-    before = []
+    sizes = []
     for step in range(1, 5):
         run.checkpoints.save(step, run.parts)
         run.checkpoints.wait()
-        before.append(live_bytes())
-    assert before == before[:1] * 4
+        sizes.append(live_bytes())
+    assert sizes == sizes[:1] * 4
 
 
 def test_checkpoint_contains_no_pickle(tmp_path):
@@ -105,21 +105,21 @@ def test_damaged_checkpoint_is_skipped_and_named(tmp_path, damage):
     run, _ = make_run(tmp_path, max_steps=4, save_steps=2)
     run.train()
     newest = tmp_path / "checkpoint-4"
-    victim = newest / ("manifest.json" if "manifest" in damage else "optimizer.safetensors")
-    content = bytearray(victim.read_bytes())
+    damaged = newest / ("manifest.json" if "manifest" in damage else "optimizer.safetensors")
+    content = bytearray(damaged.read_bytes())
     if damage == "truncate":
-        victim.write_bytes(content[: len(content) // 2])
+        damaged.write_bytes(content[: len(content) // 2])
     elif damage == "flip":
         content[-1] ^= 1
-        victim.write_bytes(content)
+        damaged.write_bytes(content)
     elif damage == "broken manifest":
-        victim.write_text("{")
+        damaged.write_text("{")
     else:
-        victim.unlink()
+        damaged.unlink()
     result, skipped = Checkpoints(tmp_path).newest()
     assert result == tmp_path / "checkpoint-2"
     assert "checkpoint-4" in skipped[0]
-    assert victim.name in skipped[0]
+    assert damaged.name in skipped[0]
     with pytest.raises(UserError, match="checkpoint-2"):
         load(newest, run.parts)
 
@@ -141,36 +141,36 @@ def test_missing_checkpoint_part_is_named(tmp_path):
 
 
 def test_weights_copied_during_next_step_belong_to_their_step(tmp_path, monkeypatch):
-    copied = snapshot._cpu_copy
+    original_copy = snapshot._cpu_copy
 
-    def slowly(tensor):
+    def slow_copy(tensor):
         if threading.current_thread().name == "burnish-checkpoint":
-            time.sleep(0.05)  # far longer than a step of this model: without a wait the next update comes first
-        return copied(tensor)
+            time.sleep(0.05)  # longer than a step of this model, so the next update comes first unless the loop waits
+        return original_copy(tensor)
 
-    monkeypatch.setattr(snapshot, "_cpu_copy", slowly)
+    monkeypatch.setattr(snapshot, "_cpu_copy", slow_copy)
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
-    at_once, _ = trained(tmp_path / "at_once", save_in_background=False)
-    later, _ = trained(tmp_path / "later")
-    for path in at_once.checkpoints.all():
+    synchronous, _ = trained(tmp_path / "at_once", save_in_background=False)
+    asynchronous, _ = trained(tmp_path / "later")
+    for path in synchronous.checkpoints.all():
         for name in ("model.safetensors", "optimizer.safetensors"):
-            assert (later.checkpoints.folder / path.name / name).read_bytes() == (path / name).read_bytes()
+            assert (asynchronous.checkpoints.folder / path.name / name).read_bytes() == (path / name).read_bytes()
 
 
 def test_foreign_callbacks_force_synchronous_weight_copies(tmp_path, monkeypatch):
-    class Stranger:
+    class ModifyingCallback:
         def on_step_begin(self, args, state, control, model, **kwargs):
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(1.0)
 
     copying = []
-    copied = snapshot._cpu_copy
+    original_copy = snapshot._cpu_copy
     monkeypatch.setattr(
-        snapshot, "_cpu_copy", lambda tensor: copying.append(threading.current_thread().name) or copied(tensor)
+        snapshot, "_cpu_copy", lambda tensor: copying.append(threading.current_thread().name) or original_copy(tensor)
     )
     monkeypatch.setattr(snapshot, "LARGE_BYTES", 64)
-    trained(tmp_path / "stranger", callbacks=[Stranger()])
+    trained(tmp_path / "stranger", callbacks=[ModifyingCallback()])
     assert copying
     assert "burnish-checkpoint" not in copying
 
@@ -187,10 +187,10 @@ def test_failed_background_write_raises_and_keeps_existing_files(tmp_path, monke
     checkpoints.save(1, run.parts)
     checkpoints.wait()
 
-    def full(folder, step, fingerprints, known):
+    def disk_full(folder, step, fingerprints, known):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("burnish.checkpoint.checkpoint.write_manifest", full)
+    monkeypatch.setattr("burnish.checkpoint.checkpoint.write_manifest", disk_full)
     checkpoints.save(2, run.parts)
     with pytest.raises(OSError, match="No space"):
         checkpoints.wait()
@@ -210,8 +210,8 @@ def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
         with pytest.raises(UserError, match=expected) as raised:
             compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, name: value})
         assert raised.value.problems[0].options == (name,)
-        for way_out in ("a different output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
-            assert way_out in str(raised.value)
+        for remedy in ("a different output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
+            assert remedy in str(raised.value)
     assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
 
 
@@ -275,11 +275,11 @@ def test_nested_state_round_trip_is_bitwise_equal():
         "half": torch.randn(4).bfloat16(),
     }
     tensors, data = split(state)
-    back = join(tensors, json.loads(json.dumps(data)))
-    assert back["state"][0]["exp_avg"].equal(state["state"][0]["exp_avg"])
-    assert back["half"].equal(state["half"])
-    assert back["groups"] == state["groups"]
-    assert list(back["state"]) == [0, 7]
+    restored = join(tensors, json.loads(json.dumps(data)))
+    assert restored["state"][0]["exp_avg"].equal(state["state"][0]["exp_avg"])
+    assert restored["half"].equal(state["half"])
+    assert restored["groups"] == state["groups"]
+    assert list(restored["state"]) == [0, 7]
 
 
 def test_state_that_requires_pickle_is_rejected():

@@ -1,4 +1,4 @@
-"""What is said of a value that differs from that in a checkpoint."""
+"""Messages about values that differ from those in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded tensors: written by any number of ranks, read by any other number, completely or not at all."""
+"""Sharded tensors: written by any number of ranks, read by any other number, completely or partially."""
 
 import json
 import threading
@@ -23,8 +23,8 @@ from burnish.config.errors import UserError
 from burnish.loop.state import TrainerState
 
 
-def pieces_of(tensor, rank, world_size):
-    """Stretches of a vector laid flat: uneven, the last may be empty."""
+def shard_of(tensor, rank, world_size):
+    """Return the piece of a rank: an equal range of the flattened tensor. The last may be shorter or empty."""
     size = -(-tensor.numel() // world_size)
     part = tensor.reshape(-1)[rank * size : (rank + 1) * size]
     return LocalShard(part, rank * size, tuple(tensor.shape))
@@ -34,8 +34,8 @@ def pieces_of(tensor, rank, world_size):
 def test_shards_of_any_number_of_ranks_are_read_fully_and_partially(tmp_path, world_size):
     tensors = {"a": torch.randn(5, 3), "b": torch.randn(2).to(torch.bfloat16), "step": torch.tensor(7.0)}
     for rank in range(world_size):
-        mine = {name: pieces_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
-        write_shard(tmp_path / shard_name("model", rank, world_size), mine, is_first=rank == 0)
+        shards = {name: shard_of(t, rank, world_size) if t.dim() else t for name, t in tensors.items()}
+        write_shard(tmp_path / shard_name("model", rank, world_size), shards, is_first=rank == 0)
     write_index(tmp_path, "model", world_size)
     result = read_sharded(tmp_path, "model")
     assert result.keys() == tensors.keys()
@@ -54,7 +54,7 @@ def test_shard_index_with_a_gap_is_rejected(tmp_path):
 
 
 class Halves:
-    """A vector of which this rank holds a half, and the way between it and its piece."""
+    """A vector of which each of two ranks holds a half."""
 
     def __init__(self, rank, value):
         self.rank, self.value = rank, torch.full((3,), float(value))
@@ -66,8 +66,8 @@ class Halves:
         self.value = state["weight"].slice_of(3 * self.rank, 3)
 
 
-def saved_by_two(folder, fails=False):
-    """Two ranks save at once; returns what each raised."""
+def save_on_two_ranks(folder, fails=False):
+    """Save on two ranks at the same time. Returns the exception of each."""
     barrier, raised = threading.Barrier(2), [None, None]
 
     def save(rank):
@@ -112,7 +112,7 @@ class Unwritable(torch.Tensor):
 
 
 def test_two_ranks_save_and_load_their_shards(tmp_path):
-    assert saved_by_two(tmp_path) == [None, None]
+    assert save_on_two_ranks(tmp_path) == [None, None]
     folder = tmp_path / "checkpoint-4"
     assert not list(folder.glob(".rank*"))
     for rank in range(2):
@@ -122,7 +122,7 @@ def test_two_ranks_save_and_load_their_shards(tmp_path):
 
 
 def test_failed_write_on_one_rank_leaves_no_checkpoint_on_both(tmp_path):
-    first, second = saved_by_two(tmp_path, fails=True)
+    first, second = save_on_two_ranks(tmp_path, fails=True)
     assert "Rank 1 could not write its shard" in str(first)
     assert "No space left" in str(first)
     assert "No space left" in str(second)

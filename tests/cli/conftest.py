@@ -10,7 +10,7 @@ from small_run import make_model
 
 @pytest.fixture(scope="module")
 def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One working directory for all cases of a module, because ``explain`` writes nothing into it."""
+    """One working directory for all tests of a module, because ``explain`` writes no files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -28,7 +28,7 @@ TABLE = Path(__file__).parents[1] / "golden" / "bad_words.json"
 EXPECTED = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {}
 
 
-def answer(argv: str) -> tuple[int, str, str]:
+def run_explain(argv: str) -> tuple[int, str, str]:
     """Return exit status, standard output and standard error of ``burnish explain run.yaml`` with these arguments. The
     working directory is replaced by a dot."""
     out, error = io.StringIO(), io.StringIO()
@@ -44,14 +44,13 @@ def files() -> list[tuple[str, int]]:
 @pytest.mark.parametrize("argv", EXPECTED)
 def test_wrong_arguments_give_their_error(argv: str) -> None:
     before = files()
-    assert answer(argv) == (2, "", EXPECTED[argv])
-    assert len(EXPECTED[argv].splitlines()) <= 8  # two problems at most, of four lines
+    assert run_explain(argv) == (2, "", EXPECTED[argv])
+    assert len(EXPECTED[argv].splitlines()) <= 8  # at most two problems of at most four lines
     assert files() == before
 
 
 def test_at_least_250_bad_inputs_are_tested() -> None:
-    """Each with its exact sentence, and of each the status and that nothing is written: in this file, and in
-    ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
+    """Exact messages of this file, ``test_bad_options.py`` and ``test_bad_inputs_end_to_end.py``."""
     from test_bad_inputs_end_to_end import REJECTED as INPUTS
     from test_bad_options import REJECTED
 
@@ -61,12 +60,12 @@ def test_at_least_250_bad_inputs_are_tested() -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        os.environ |= {"BURNISH_CACHE": f"{place}/cache", "HF_HUB_OFFLINE": "1"}
-        Path(place, "user").mkdir()
-        os.chdir(Path(place, "user"))
-        make_folder(make_model(Path(place, "model")))
-        results = {argv: answer(argv) for argv in EXPECTED}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"BURNISH_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": "1"}
+        Path(folder, "user").mkdir()
+        os.chdir(Path(folder, "user"))
+        make_folder(make_model(Path(folder, "model")))
+        results = {argv: run_explain(argv) for argv in EXPECTED}
     for argv, (status, out, _) in results.items():
         if status != 2 or out:
             print(f"not refused: {argv}")

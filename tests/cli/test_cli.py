@@ -21,13 +21,13 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def burnish(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command, in this process."""
+    """Run a command in this process. Returns exit status, standard output and standard error."""
     status = cli.main(list(argv))
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+    output = capsys.readouterr()
+    return status, output.out, output.err
 
 
-def shell(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     return subprocess.run(
         [sys.executable, *argv], capture_output=True, text=True, cwd=cwd, env=environment, check=False
@@ -78,10 +78,10 @@ def test_export_help_lists_the_options_that_its_messages_name(capsys: pytest.Cap
 
 
 def test_help_of_chat_and_api_lists_what_they_read(capsys: pytest.CaptureFixture[str]) -> None:
-    read: tuple[str, ...] = ("infer_context", "template", "image_max_pixels")
+    options: tuple[str, ...] = ("infer_context", "template", "image_max_pixels")
     api, chat = (burnish(capsys, command, "--help")[1] for command in ("api", "chat"))
-    assert all(f"--{name} " in api for name in read)
-    assert all(f"--{name} " in chat for name in (*read, "temperature", "max_new_tokens", "quantization_bit"))
+    assert all(f"--{name} " in api for name in options)
+    assert all(f"--{name} " in chat for name in (*options, "temperature", "max_new_tokens", "quantization_bit"))
     assert all(f"--{name} " not in chat for name in (*PREDICTION_ONLY, "train_on_prompt"))
     assert "--train_on_prompt " not in api
     assert set(PREDICTION_ONLY) < set(specs(GenerationOptions))
@@ -96,23 +96,23 @@ def test_every_command_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_help_after_arguments_shows_all_options(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = burnish(capsys, "train", "--help")
-    assert burnish(capsys, "train", "run.yaml", "seed=3", "--help") == plain
+    expected = burnish(capsys, "train", "--help")
+    assert burnish(capsys, "train", "run.yaml", "seed=3", "--help") == expected
 
 
 @pytest.mark.parametrize(
-    ("argv", "why"),
+    ("argv", "message"),
     [(["env", "--foo"], "burnish env takes no options. Received: --foo."), (["version", "x"], "takes no options"),
      (["demo", "run.yaml"], "has a fixed configuration")],
 )  # fmt: skip
 def test_unused_arguments_of_a_command_are_rejected(
-    capsys: pytest.CaptureFixture[str], argv: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("seed: 1\n")
     status, out, err = burnish(capsys, *argv)
     assert (status, out) == (2, "")
-    assert why in err
+    assert message in err
 
 
 def test_unknown_command_suggests_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,10 +152,10 @@ def test_debug_prints_traceback_and_is_not_a_run_option(capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_both_train_entry_points_print_the_same(tmp_path: Path) -> None:
     argv = ["--stage", "stf", "--output_dir", "out"]
-    spelled = shell("-m", "burnish.train", *argv, cwd=tmp_path)
-    command = shell("-m", "burnish", "train", *argv, cwd=tmp_path)
-    assert spelled.returncode == command.returncode == 2
-    assert spelled.stderr == command.stderr
+    module = run_python("-m", "burnish.train", *argv, cwd=tmp_path)
+    command = run_python("-m", "burnish", "train", *argv, cwd=tmp_path)
+    assert module.returncode == command.returncode == 2
+    assert module.stderr == command.stderr
     assert "stf" in command.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -165,10 +165,10 @@ def test_both_train_entry_points_print_the_same(tmp_path: Path) -> None:
 
 def test_demo_uses_bundled_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = demo_plan(["num_train_epochs=0.5"])
-    assert made.options.num_train_epochs == 0.5
-    assert Path(made.options.model_name_or_path, "model.safetensors").is_file()
-    assert made.options.output_dir == "demo-run"
+    result = demo_plan(["num_train_epochs=0.5"])
+    assert result.options.num_train_epochs == 0.5
+    assert Path(result.options.model_name_or_path, "model.safetensors").is_file()
+    assert result.options.output_dir == "demo-run"
     assert len(demo_questions()) == 200
 
 

@@ -22,13 +22,13 @@ from small_run import as_arguments, make_workspace
 pytestmark = pytest.mark.run
 
 
-def raised(action, *args):
-    """The exception of a real failure, with its traceback."""
+def exception_of(action, *args):
+    """Call a function that raises, and return the exception with its traceback."""
     try:
         action(*args)
     except BaseException as error:
         return error
-    raise AssertionError("nothing failed")
+    raise AssertionError("no exception was raised")
 
 
 def explained_failure(capsys, error, output_dir=None, debug=False):
@@ -39,15 +39,15 @@ def explained_failure(capsys, error, output_dir=None, debug=False):
     return status, captured.err
 
 
-def checkpoint(folder, step, is_whole=True):
+def checkpoint(folder, step, is_complete=True):
     path = folder / f"checkpoint-{step}"
     path.mkdir(parents=True)
-    if is_whole:
+    if is_complete:
         (path / "manifest.json").write_text("{}")
     return path
 
 
-# --- what the user gave -----------------------------------------------------------------------------------------------
+# --- user errors ------------------------------------------------------------------------------------------------------
 
 
 def test_all_user_errors_are_printed_and_nothing_is_written(tmp_path, capsys):
@@ -59,39 +59,39 @@ def test_all_user_errors_are_printed_and_nothing_is_written(tmp_path, capsys):
 
 
 def test_debug_prints_traceback_of_user_error(tmp_path, capsys):
-    status, text = explained_failure(capsys, raised(_complain), tmp_path, debug=True)
+    status, text = explained_failure(capsys, exception_of(_raise_user_error), tmp_path, debug=True)
     assert status == 2
     assert "Traceback (most recent call last)" in text
     assert "error: It is wrong." in text
 
 
-def _complain():
+def _raise_user_error():
     raise UserError("It is wrong.")
 
 
 def test_user_error_is_found_as_cause_of_a_library_error(capsys):
     def wrapped():
         try:
-            _complain()
+            _raise_user_error()
         except UserError as error:
             raise RuntimeError("a worker failed") from error
 
-    assert explained_failure(capsys, raised(wrapped)) == (2, "error: It is wrong.\n")
+    assert explained_failure(capsys, exception_of(wrapped)) == (2, "error: It is wrong.\n")
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------
 
 
 def _fill_the_disk():
-    with open("/dev/full", "w") as file:  # a file that is always full
+    with open("/dev/full", "w") as file:  # writes fail as on a full disk
         file.write("x" * 100_000)
 
 
 def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 100)
-    checkpoint(tmp_path, 120, is_whole=False)
-    status, text = explained_failure(capsys, raised(_fill_the_disk), tmp_path)
+    checkpoint(tmp_path, 120, is_complete=False)
+    status, text = explained_failure(capsys, exception_of(_fill_the_disk), tmp_path)
     assert status == 1
     assert "The disk is full" in text
     assert f"Safe: {tmp_path / 'checkpoint-100'}." in text
@@ -100,18 +100,18 @@ def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
 
 
 def test_full_disk_before_first_checkpoint_reports_that_none_exists(tmp_path, capsys):
-    _, text = explained_failure(capsys, raised(_fill_the_disk), tmp_path)
+    _, text = explained_failure(capsys, exception_of(_fill_the_disk), tmp_path)
     assert "No checkpoint was saved." in text
     assert "save_total_limit" not in text
 
 
 @pytest.mark.parametrize(
-    ("number", "message", "helps"),
+    ("number", "message", "remedy"),
     [(errno.EMFILE, "This process cannot open more files: ", "ulimit -n"),
      (errno.EIO, "cannot be written or read: input/output error.", "The disk or its connection failed"),
      (errno.EEXIST, "cannot be written or read: file exists.", "move it")],
 )  # fmt: skip
-def test_system_error_is_reported_with_a_remedy(number, message, helps, tmp_path, capsys):
+def test_system_error_is_reported_with_a_remedy(number, message, remedy, tmp_path, capsys):
     checkpoint(tmp_path, 20)
     error = OSError(number, os.strerror(number), str(tmp_path / "model.safetensors"))
     status, text = explained_failure(capsys, error, tmp_path)
@@ -119,10 +119,10 @@ def test_system_error_is_reported_with_a_remedy(number, message, helps, tmp_path
     assert message in text
     assert f'"{tmp_path / "model.safetensors"}"' in text
     assert f"Safe: {tmp_path / 'checkpoint-20'}." in text
-    assert helps in text
+    assert remedy in text
 
 
-SAVE_PAST_A_LIMIT = """
+SAVE_ABOVE_SIZE_LIMIT = """
 import resource, sys
 import torch
 from safetensors.torch import save_file
@@ -136,13 +136,13 @@ except BaseException as error:
 
 
 def test_file_size_limit_is_recognized_in_safetensors_error(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE_PAST_A_LIMIT, str(tmp_path)], capture_output=True, text=True,
+    completed = subprocess.run(
+        [sys.executable, "-c", SAVE_ABOVE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
-    assert done.returncode == 1
-    assert "A file would exceed the file size limit" in done.stderr
-    assert "No checkpoint was saved." in done.stderr
+    assert completed.returncode == 1
+    assert "A file would exceed the file size limit" in completed.stderr
+    assert "No checkpoint was saved." in completed.stderr
     assert (tmp_path / TRACEBACK_NAME).is_file()
 
 
@@ -153,7 +153,7 @@ def test_full_disk_is_found_as_cause_of_a_library_error(capsys):
         except OSError as error:
             raise ValueError("An error occurred while generating the dataset") from error
 
-    assert "The disk is full" in explained_failure(capsys, raised(wrapped))[1]
+    assert "The disk is full" in explained_failure(capsys, exception_of(wrapped))[1]
 
 
 def test_unwritable_path_is_reported(tmp_path, capsys):
@@ -162,8 +162,8 @@ def test_unwritable_path_is_reported(tmp_path, capsys):
     assert status == 1
     assert f'"{tmp_path}/model.safetensors" cannot be written: permission denied.' in text
     assert "a different output_dir" in text
-    elsewhere = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
-    assert '"data/train.json" cannot be opened' in explained_failure(capsys, elsewhere, tmp_path)[1]
+    data_error = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
+    assert '"data/train.json" cannot be opened' in explained_failure(capsys, data_error, tmp_path)[1]
 
 
 def test_error_number_is_read_from_os_and_rust_errors():
@@ -176,7 +176,7 @@ def test_error_number_is_read_from_os_and_rust_errors():
 
 
 def test_out_of_memory_reports_sizes_and_remedies(tmp_path, capsys):
-    error = raised(torch.empty, 2**50)
+    error = exception_of(torch.empty, 2**50)
     assert "DefaultCPUAllocator" in str(error)
     status, text = explained_failure(capsys, error, tmp_path)
     assert status == 1
@@ -197,7 +197,7 @@ def test_accelerator_out_of_memory_is_reported_with_its_sizes(capsys):
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("place", "by", "helps"),
+    ("function", "activity", "remedy"),
     [
         (
             "burnish.losses.lm.LmObjective.loss",
@@ -209,36 +209,36 @@ def test_accelerator_out_of_memory_is_reported_with_its_sizes(capsys):
         ("burnish.models.load._pretrained_model", "while the model was loaded", "quantization_bit: 4"),
     ],
 )
-def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, capsys, place, by, helps):
+def test_out_of_memory_names_its_activity_and_a_remedy(tmp_path, monkeypatch, capsys, function, activity, remedy):
     def fails(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4398046511104 bytes.")
 
     options = make_workspace(tmp_path, max_steps=1, save_strategy="no")
-    monkeypatch.setattr(place, fails)
-    monkeypatch.setattr("burnish.run.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # it takes a step, too
+    monkeypatch.setattr(function, fails)
+    monkeypatch.setattr("burnish.run.prepare.formats_of", lambda *_: Formats(4, 4, 4, 8))  # also runs a training step
     assert main(["train", *as_arguments(options)]) == 1
     output = " ".join(capsys.readouterr().err.split())
-    assert f"Out of memory {by}" in output
+    assert f"Out of memory {activity}" in output
     assert "4.0 TiB requested" in output
-    assert helps in output
+    assert remedy in output
 
 
 @pytest.mark.parametrize("activity", Activity)
 def test_out_of_memory_remedy_depends_on_activity_not_function_names(capsys, activity):
-    def renamed():
+    def allocate():
         with annotate_errors(Activity.EVALUATE), annotate_errors(activity, {"input_ids": torch.zeros(2, 3)}):
             return bytearray(2**60)
 
-    error = raised(renamed)
+    error = exception_of(allocate)
     assert interrupted_activity(error) == (activity, 6)
-    when, helps = failure._ADVICE[activity]
+    description, remedy = failure._ADVICE[activity]
     text = " ".join(explained_failure(capsys, error)[1].split())
-    assert f"Out of memory {when} of 6 tokens" in text
-    assert helps in text
+    assert f"Out of memory {description} of 6 tokens" in text
+    assert remedy in text
 
 
 def test_python_memory_error_is_reported_as_out_of_memory(capsys):
-    status, text = explained_failure(capsys, raised(bytearray, 2**60))
+    status, text = explained_failure(capsys, exception_of(bytearray, 2**60))
     assert status == 1
     assert text.startswith("error: Out of memory")
 
@@ -275,19 +275,19 @@ def test_unexpected_error_prints_a_line_and_saves_a_traceback(tmp_path, capsys):
     def fault():
         raise KeyError("q_proj")
 
-    status, text = explained_failure(capsys, raised(fault), tmp_path)
+    status, text = explained_failure(capsys, exception_of(fault), tmp_path)
     assert status == 1
     assert text.startswith("error: KeyError: 'q_proj'.\n")
     assert f"The traceback is in {tmp_path / TRACEBACK_NAME}" in text
-    written = (tmp_path / TRACEBACK_NAME).read_text()
-    assert "Traceback (most recent call last)" in written
-    assert "in fault" in written
+    traceback = (tmp_path / TRACEBACK_NAME).read_text()
+    assert "Traceback (most recent call last)" in traceback
+    assert "in fault" in traceback
 
 
 def test_internal_error_names_its_source_file(tmp_path, capsys):
     from burnish.config.options import union
 
-    text = explained_failure(capsys, raised(union, "Options", int), tmp_path)[1]
+    text = explained_failure(capsys, exception_of(union, "Options", int), tmp_path)[1]
     assert "Raised in burnish/config/options.py, line " in text
 
 
@@ -295,32 +295,32 @@ def test_failure_does_not_create_output_folder(tmp_path, capsys):
     folder = tmp_path / "never-made"
     _, text = explained_failure(capsys, ZeroDivisionError("by zero"), folder)
     assert not folder.exists()
-    place = text.split("The traceback is in ")[1].split(";")[0]
-    assert "by zero" in Path(place).read_text()
-    Path(place).unlink()
+    path = text.split("The traceback is in ")[1].split(";")[0]
+    assert "by zero" in Path(path).read_text()
+    Path(path).unlink()
 
 
 def test_temporary_traceback_is_a_private_new_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / f"burnish-{os.getpid()}-{TRACEBACK_NAME}").symlink_to(victim)
+    target = tmp_path / "victim"
+    target.write_text("mine")
+    (tmp_path / f"burnish-{os.getpid()}-{TRACEBACK_NAME}").symlink_to(target)
     text = explained_failure(capsys, ZeroDivisionError("by zero"))[1]
-    place = Path(text.split("The traceback is in ")[1].split(";")[0])
-    assert victim.read_text() == "mine"
-    assert "by zero" in place.read_text()
-    assert not place.is_symlink()
-    assert place.stat().st_mode & 0o777 == 0o600
+    path = Path(text.split("The traceback is in ")[1].split(";")[0])
+    assert target.read_text() == "mine"
+    assert "by zero" in path.read_text()
+    assert not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_traceback_in_run_folder_replaces_a_link(tmp_path, capsys):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
+    target = tmp_path / "victim"
+    target.write_text("mine")
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / TRACEBACK_NAME).symlink_to(victim)
+    (folder / TRACEBACK_NAME).symlink_to(target)
     explained_failure(capsys, ZeroDivisionError("by zero"), folder)
-    assert victim.read_text() == "mine"
+    assert target.read_text() == "mine"
     assert "by zero" in (folder / TRACEBACK_NAME).read_text()
 
 
@@ -333,7 +333,7 @@ def test_missing_permission_writes_no_traceback(tmp_path, capsys, monkeypatch, n
 
 
 def test_debug_prints_traceback_and_writes_none(tmp_path, capsys):
-    status, text = explained_failure(capsys, raised(lambda: 1 / 0), tmp_path, debug=True)
+    status, text = explained_failure(capsys, exception_of(lambda: 1 / 0), tmp_path, debug=True)
     assert status == 1
     assert "Traceback (most recent call last)" in text
     assert list(tmp_path.iterdir()) == []
@@ -362,9 +362,9 @@ def test_closed_output_pipe_prints_no_error():
 
 
 def test_misspelled_command_is_reported_without_importing_torch():
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", "import sys; import burnish.run.recovery.failure; print('torch' in sys.modules)"],
         capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )  # fmt: skip
-    assert done.stdout == "False\n"
+    assert completed.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""Commands as on macOS: without Linux' files and functions (``helpers/macos``)."""
+"""Commands as on macOS, without files and functions that only Linux has (``helpers/macos``)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PATH = os.pathsep.join([str(Path(__file__).parents[1] / "helpers" / "macos"), s
 
 
 def _python(*words: str) -> str:
-    """Return what a Python process prints that believes to run on macOS."""
-    done = subprocess.run(
+    """Return the output of a Python process that runs as on macOS."""
+    completed = subprocess.run(
         [sys.executable, *words], env={**os.environ, "PYTHONPATH": _PATH}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 _LINUX_ONLY = {

@@ -1,4 +1,4 @@
-"""Start of a command: which modules it imports before it does its work."""
+"""The modules that a command imports before its work."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from small_run import make_workspace
 pytestmark = pytest.mark.run
 
 SOURCE = Path(__file__).parents[2] / "src"
-NEVER_NEEDED = {
+UNUSED_LIBRARIES = {
     "datasets", "pandas", "peft", "trl", "bitsandbytes", "sklearn", "torchvision", "matplotlib",
     "wandb", "tensorboard", "gradio", "fastapi", "transformers.trainer", "transformers.training_args",
 }  # fmt: skip
-"""A full training of local JSON reaches its end without these. What transformers imports for any model is not ours."""
+"""Libraries that a full training on a local JSON file does not use."""
 
-# The command line in a process of its own; the modules that it loaded, and the garbage collector in training.
-AS_COMMAND = """
+# Run a command in another process, and print the imported modules and the settings of the garbage collector.
+SCRIPT = """
 import gc, json, sys
 from burnish.cli import command
 found = {}
@@ -38,28 +38,28 @@ print("FOUND", json.dumps(found))
 """
 
 
-def loaded_by(folder: Path, options: dict[str, Any], watched: bool = False) -> dict[str, Any]:
+def run_command(folder: Path, options: dict[str, Any], watched: bool = False) -> dict[str, Any]:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(options))
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(
-        [sys.executable, "-c", AS_COMMAND, str(file), "watched" if watched else ""],
+    completed = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(file), "watched" if watched else ""],
         capture_output=True, text=True, cwd=folder, env=environment, check=True,
     )  # fmt: skip
-    result: dict[str, Any] = json.loads(done.stdout.split("FOUND ")[1])
+    result: dict[str, Any] = json.loads(completed.stdout.split("FOUND ")[1])
     return result
 
 
 def test_full_training_imports_no_unused_library(tmp_path: Path) -> None:
-    result = loaded_by(tmp_path, make_workspace(tmp_path, max_steps=1, report_to="none"), watched=True)
+    result = run_command(tmp_path, make_workspace(tmp_path, max_steps=1, report_to="none"), watched=True)
     assert result["status"] == 0
     assert "transformers.models.llama.modeling_llama" in result["loaded"]
-    assert not NEVER_NEEDED & set(result["loaded"])
-    assert result["enabled"], "a training makes garbage, which is collected"
-    assert result["threshold"] == 700, "as usual, once it begins"
+    assert not UNUSED_LIBRARIES & set(result["loaded"])
+    assert result["enabled"], "garbage collection is enabled during training"
+    assert result["threshold"] == 700, "the default threshold is restored when training begins"
 
 
 def test_misspelled_option_is_reported_before_importing_transformers(tmp_path: Path) -> None:
-    result = loaded_by(tmp_path, {**make_workspace(tmp_path), "learning_rat": 1})
+    result = run_command(tmp_path, {**make_workspace(tmp_path), "learning_rat": 1})
     assert result["status"] == 2
     assert not {"transformers", "datasets"} & set(result["loaded"])

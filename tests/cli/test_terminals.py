@@ -1,6 +1,5 @@
-"""Terminals that are narrow, ASCII-only, closed, full or gone: messages are printed or the command is rejected, and
-training continues with a complete log.
-"""
+"""Terminals that are narrow, ASCII-only, closed or full: messages are printed or the command is rejected, and training
+continues with a complete log."""
 
 import os
 import pty
@@ -23,32 +22,32 @@ PROGRAM = [sys.executable, "-m", "burnish"]
 TRAIN = [*PROGRAM, "train", "run.yaml"]
 
 
-def rarely(*values: object) -> list[Any]:
-    """Cases that differ little from their neighbours, and start a process each: for ``make test-slow``."""
+def slow(*values: object) -> list[Any]:
+    """Return the values as cases of ``make test-slow``."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A line of bash with ``$B`` for burnish; its status is that of the first command of a pipe."""
+    """Run a line of bash with ``$B`` for burnish."""
     options = {**os.environ, "B": " ".join(PROGRAM), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=options, check=False)
 
 
 @pytest.mark.slow
 def test_ascii_terminal_gets_plain_marks_in_explanation(user_folder: Path) -> None:
-    done = shell("$B explain run.yaml", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert done.returncode == 0, done.stderr
-    assert "in [[ ]]" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert done.stdout.isascii()
+    completed = shell("$B explain run.yaml", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert completed.returncode == 0, completed.stderr
+    assert "in [[ ]]" in completed.stdout
+    assert "Traceback" not in completed.stderr
+    assert completed.stdout.isascii()
 
 
-@pytest.mark.parametrize("where", rarely("> /dev/full", ">&- 2>&-", "2> /dev/full", ">&-", "2>&-"))
-def test_training_continues_when_its_output_is_closed(where: str, user_folder: Path) -> None:
-    done = shell(f"$B train run.yaml {where}")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("redirection", slow("> /dev/full", ">&- 2>&-", "2> /dev/full", ">&-", "2>&-"))
+def test_training_continues_when_its_output_is_closed(redirection: str, user_folder: Path) -> None:
+    completed = shell(f"$B train run.yaml {redirection}")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert Path("out/model.safetensors").is_file()
-    assert "Exception ignored" not in done.stderr
+    assert "Exception ignored" not in completed.stderr
     output = Path("out/run.log").read_text(encoding="utf-8")
     assert "Training for 8 steps" in output
     assert "Trained 8 steps" in output
@@ -56,7 +55,7 @@ def test_training_continues_when_its_output_is_closed(where: str, user_folder: P
 
 @pytest.mark.slow
 def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> None:
-    """The terminal's window is closed in the middle of the run: SIGHUP, and every later write fails."""
+    """Closing the terminal sends SIGHUP, and later writes fail."""
     child, terminal = pty.fork()
     if child == 0:
         os.execve(sys.executable, [*TRAIN, "save_strategy=no", "logging_steps=1", "max_steps=150"],
@@ -78,41 +77,41 @@ def test_training_continues_when_its_terminal_is_closed(user_folder: Path) -> No
 
 @pytest.mark.slow
 def test_closed_reader_does_not_end_training(user_folder: Path) -> None:
-    done = shell("set -o pipefail; $B train run.yaml | head -1; exit ${PIPESTATUS[0]}")
-    assert done.returncode == 0, done.stderr
+    completed = shell("set -o pipefail; $B train run.yaml | head -1; exit ${PIPESTATUS[0]}")
+    assert completed.returncode == 0, completed.stderr
     assert Path("out/model.safetensors").is_file()
     assert "Trained 8 steps" in Path("out/run.log").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["version", *rarely("explain run.yaml", "train --help", "env", "help")])
+@pytest.mark.parametrize("command", ["version", *slow("explain run.yaml", "train --help", "env", "help")])
 def test_unwritable_output_is_an_error(command: str, user_folder: Path) -> None:
-    done = shell(f"$B {command} > /dev/full")
-    assert done.returncode == 1
-    assert "Standard output cannot be written: no space left on device." in done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert "disk" not in done.stderr
-    left = shell(f"set -o pipefail; $B {command} | true; exit ${{PIPESTATUS[0]}}")
-    assert left.returncode in (0, 141)
-    assert left.stderr == ""
+    completed = shell(f"$B {command} > /dev/full")
+    assert completed.returncode == 1
+    assert "Standard output cannot be written: no space left on device." in completed.stderr
+    assert "Exception ignored" not in completed.stderr
+    assert "disk" not in completed.stderr
+    piped = shell(f"set -o pipefail; $B {command} | true; exit ${{PIPESTATUS[0]}}")
+    assert piped.returncode in (0, 141)
+    assert piped.stderr == ""
 
 
 def test_unencodable_characters_are_replaced_on_the_terminal() -> None:
-    class Narrow:
+    class AsciiTerminal:
         encoding = "ascii"
 
-    assert encodable("⟦red⟧ … 河", Narrow()) == "[[red]] ... \\u6cb3"  # type: ignore[arg-type]
+    assert encodable("⟦red⟧ … 河", AsciiTerminal()) == "[[red]] ... \\u6cb3"  # type: ignore[arg-type]
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tell", [console.note, console.warn, console.problem])
-def test_file_text_cannot_control_the_terminal(tell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tell('Received: {"output": "\x1b[2J\x00\x9b31m\u202e"}\n\tcolumn')
+@pytest.mark.parametrize("print_message", [console.note, console.warn, console.problem])
+def test_file_text_cannot_control_the_terminal(print_message: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    print_message('Received: {"output": "\x1b[2J\x00\x9b31m\u202e"}\n\tcolumn')
     assert '"␛[2J␀\ufffd31m\ufffd"}\n\tcolumn' in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("delay_s", [0.25, 1.2, *rarely(0.6, 2.0)])
+@pytest.mark.parametrize("delay_s", [0.25, 1.2, *slow(0.6, 2.0)])
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_ctrl_c_before_first_step_prints_one_line(delay_s: float, command: str, user_folder: Path) -> None:
     started = subprocess.Popen(
@@ -123,13 +122,13 @@ def test_ctrl_c_before_first_step_prints_one_line(delay_s: float, command: str, 
     time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=60)
-    assert started.returncode in (130, 0, -2)  # -2: before a line of burnish was read
+    assert started.returncode in (130, 0, -2)  # -2: before burnish was imported
     assert "Traceback" not in err or "burnish" not in err
 
 
 @pytest.mark.parametrize("start", ["burnish", "burnish.train"])
 def test_ctrl_c_during_the_first_imports_is_one_line(start: str) -> None:
-    """Ctrl-C at the first import after those without which there is no handler."""
+    """Ctrl-C is sent at the first import after the handler is installed."""
     program = (
         "import os, runpy, signal, sys\n"
         "first = ('burnish.__main__', 'burnish.train', 'burnish.utils', 'burnish.utils.sigint', '_signal',"
@@ -143,8 +142,8 @@ def test_ctrl_c_during_the_first_imports_is_one_line(start: str) -> None:
         "sys.meta_path.insert(0, AtImport())\n"
         f"runpy.run_module('{start}', run_name='__main__', alter_sys=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip(), done.stdout) == (130, "Stopped by Ctrl-C.", "")
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr.strip(), completed.stdout) == (130, "Stopped by Ctrl-C.", "")
 
 
 def test_ctrl_c_during_interpreter_exit_prints_nothing(user_folder: Path) -> None:
@@ -155,12 +154,12 @@ def test_ctrl_c_during_interpreter_exit_prints_nothing(user_folder: Path) -> Non
         "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "sys.exit(status)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def test_live_line_on_closed_terminal_does_not_stop_the_run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone:
+    class ClosedTerminal:
         encoding, closed = "utf-8", False
 
         def isatty(self) -> bool:
@@ -176,7 +175,7 @@ def test_live_line_on_closed_terminal_does_not_stop_the_run(user_folder: Path, m
             raise OSError(5, "Input/output error")
 
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Gone())
+    monkeypatch.setattr(sys, "stdout", ClosedTerminal())
     try:
         assert cli.main(["train", "run.yaml"]) == 0
     finally:
@@ -186,5 +185,5 @@ def test_live_line_on_closed_terminal_does_not_stop_the_run(user_folder: Path, m
 
 def test_unwritable_log_does_not_block_the_run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("out").mkdir()
-    Path("out/run.log").mkdir()  # no file of that name can be made
+    Path("out/run.log").mkdir()  # prevents a file of that name
     assert cli.main(["train", "run.yaml"]) == 0

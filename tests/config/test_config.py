@@ -24,10 +24,10 @@ def values(raw_values: dict[str, RawValue]) -> dict[str, object]:
 
 
 def load_error(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as raised:
         read_config(path)
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 4 * len(caught.value.problems)
+    message = str(raised.value)
+    assert len(message.splitlines()) <= 4 * len(raised.value.problems)
     return message
 
 
@@ -64,47 +64,46 @@ def test_number_in_a_mapping_is_parsed_as_number(tmp_path: Path) -> None:
     }
 
 
-REFUSED = "refused"
-"""Numbers in YAML. Spelling -> its value with LLaMA-Factory's loader (OmegaConf 2.4 over PyYAML), as the value of an
-integer option and of a numeric option, and in a list or mapping. Each value is the loader's, or is refused, unless the
-loader keeps text, which is no number."""
+ERROR = "refused"
+"""Numbers in YAML: their value in LLaMA-Factory's loader (OmegaConf 2.4 on PyYAML), in an integer option, in a numeric
+option, and in a list or mapping. Each value equals the loader's or is an error, unless the loader returns a string."""
 NUMBERS = {
     "10": (10, 10, 10, 10), "+5": (5, 5, 5, 5), "007": (7, 7, 7, 7), "00": (0, 0, 0, 0),
-    "010": (8, REFUSED, REFUSED, REFUSED), "-010": (-8, REFUSED, REFUSED, REFUSED),
-    "0_10": (8, REFUSED, REFUSED, REFUSED), "08": ("08", 8, 8, 8), "010.5": (10.5, REFUSED, 10.5, 10.5),
-    "0o10": ("0o10", REFUSED, REFUSED, REFUSED), "0O10": ("0O10", REFUSED, REFUSED, "0O10"),
-    "0x10": (16, REFUSED, REFUSED, 16), "-0x1F": (-31, REFUSED, REFUSED, -31), "0x_1": (1, REFUSED, REFUSED, REFUSED),
-    "0b10": (2, REFUSED, REFUSED, REFUSED), "1_000": (1000, 1000, 1000, REFUSED),
-    "1_0.5": (10.5, REFUSED, 10.5, REFUSED), "1_0e3": (10000.0, 10000, 10000.0, REFUSED),
-    "1__0": (10, REFUSED, REFUSED, REFUSED), "1_": (1, REFUSED, REFUSED, REFUSED), "_1": ("_1", REFUSED, REFUSED, "_1"),
-    "12:30:45": (45045, REFUSED, REFUSED, REFUSED), "1:30": (90, REFUSED, REFUSED, REFUSED),
-    "1:60": ("1:60", REFUSED, REFUSED, "1:60"), "190:20:30.15": (685230.15, REFUSED, REFUSED, REFUSED),
+    "010": (8, ERROR, ERROR, ERROR), "-010": (-8, ERROR, ERROR, ERROR),
+    "0_10": (8, ERROR, ERROR, ERROR), "08": ("08", 8, 8, 8), "010.5": (10.5, ERROR, 10.5, 10.5),
+    "0o10": ("0o10", ERROR, ERROR, ERROR), "0O10": ("0O10", ERROR, ERROR, "0O10"),
+    "0x10": (16, ERROR, ERROR, 16), "-0x1F": (-31, ERROR, ERROR, -31), "0x_1": (1, ERROR, ERROR, ERROR),
+    "0b10": (2, ERROR, ERROR, ERROR), "1_000": (1000, 1000, 1000, ERROR),
+    "1_0.5": (10.5, ERROR, 10.5, ERROR), "1_0e3": (10000.0, 10000, 10000.0, ERROR),
+    "1__0": (10, ERROR, ERROR, ERROR), "1_": (1, ERROR, ERROR, ERROR), "_1": ("_1", ERROR, ERROR, "_1"),
+    "12:30:45": (45045, ERROR, ERROR, ERROR), "1:30": (90, ERROR, ERROR, ERROR),
+    "1:60": ("1:60", ERROR, ERROR, "1:60"), "190:20:30.15": (685230.15, ERROR, ERROR, ERROR),
     "1e3": (1000.0, 1000, 1000.0, 1000.0), "1E+3": (1000.0, 1000, 1000.0, 1000.0),
-    "1e-5": (1e-5, REFUSED, 1e-5, 1e-5), "1.0e-4": (1e-4, REFUSED, 1e-4, 1e-4), ".5": (0.5, REFUSED, 0.5, 0.5),
-    "5.": (5.0, 5, 5.0, 5.0), "-.inf": (-math.inf, REFUSED, -math.inf, -math.inf),
-    "2024-01-01": ("2024-01-01", REFUSED, REFUSED, "2024-01-01"), "0x_": ("0x_", REFUSED, REFUSED, "0x_"),
+    "1e-5": (1e-5, ERROR, 1e-5, 1e-5), "1.0e-4": (1e-4, ERROR, 1e-4, 1e-4), ".5": (0.5, ERROR, 0.5, 0.5),
+    "5.": (5.0, 5, 5.0, 5.0), "-.inf": (-math.inf, ERROR, -math.inf, -math.inf),
+    "2024-01-01": ("2024-01-01", ERROR, ERROR, "2024-01-01"), "0x_": ("0x_", ERROR, ERROR, "0x_"),
 }  # fmt: skip
 
 
-def reading_of(read: Callable[[], Any]) -> Any:
+def value_or_error(read: Callable[[], Any]) -> Any:
     try:
         return read()
-    except ValueError:  # UserError is one
-        return REFUSED
+    except ValueError:  # the base class of UserError
+        return ERROR
 
 
 @pytest.mark.parametrize("spelling", NUMBERS)
 def test_number_has_the_value_of_llamafactory_or_is_refused(spelling: str, tmp_path: Path) -> None:
     loaded, integer, number, nested = NUMBERS[spelling]
     text = read_config(config(tmp_path, f"seed: {spelling}\n"))["seed"].value
-    assert reading_of(lambda: as_type(int, text)) == integer
-    assert reading_of(lambda: as_type(float | None, text)) == number
-    assert reading_of(lambda: as_type(list[int], text)) == (integer if integer == REFUSED else [integer])
+    assert value_or_error(lambda: as_type(int, text)) == integer
+    assert value_or_error(lambda: as_type(float | None, text)) == number
+    assert value_or_error(lambda: as_type(list[int], text)) == (integer if integer == ERROR else [integer])
     for container, expected in (("[{}]", [nested]), ("{{x: {}}}", {"x": nested}), ("{{x: [{}]}}", {"x": [nested]})):
         path = config(tmp_path, f"lr_scheduler_kwargs: {container.format(spelling)}\n")
-        result = reading_of(lambda path=path: read_config(path)["lr_scheduler_kwargs"].value)
-        assert result == (REFUSED if nested == REFUSED else expected)
-    assert all(one in (REFUSED, loaded) or isinstance(loaded, str) for one in (integer, number, nested))
+        result = value_or_error(lambda path=path: read_config(path)["lr_scheduler_kwargs"].value)
+        assert result == (ERROR if nested == ERROR else expected)
+    assert all(value in (ERROR, loaded) or isinstance(loaded, str) for value in (integer, number, nested))
 
 
 def test_ambiguous_number_is_reported_with_its_readings(tmp_path: Path) -> None:
@@ -235,15 +234,15 @@ def test_merge_keys_are_resolved_in_nested_values_and_bases(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("x: &a\n  y: *a\n", "line 1: an alias (*) refers to"),
         ("? [a, b]\n: 3\n", "line 1: expected a key to be a string"),
         ("stage: sft\n<<: 3\n", "line 2: expected an alias"),
     ],
 )
-def test_yaml_that_is_not_a_configuration_is_rejected(text: str, why: str, tmp_path: Path) -> None:
-    assert why in load_error(config(tmp_path, text))
+def test_yaml_that_is_not_a_configuration_is_rejected(text: str, message: str, tmp_path: Path) -> None:
+    assert message in load_error(config(tmp_path, text))
 
 
 def test_latin_1_bytes_are_reported_by_position(tmp_path: Path) -> None:

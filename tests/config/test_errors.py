@@ -1,4 +1,4 @@
-"""The command that an error names for a missing library."""
+"""The install command in the error about a missing library."""
 
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ SOURCE_FOLDER = errors.source_folder.__wrapped__
     ],
 )
 def test_extra_is_installed_from_the_source_code_if_burnish_was(record, expected, monkeypatch):
-    made = SimpleNamespace(read_text=lambda name: record)
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: made)
+    distribution = SimpleNamespace(read_text=lambda name: record)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: distribution)
     assert SOURCE_FOLDER() == expected
     monkeypatch.setattr(errors, "source_folder", lambda: expected)
     package = '"burnish[web]"' if expected is None else f'-e "{expected}[web]"'

@@ -32,7 +32,7 @@ class Shape:
 Both = union("Both", Rate, Shape)
 
 
-def made(**overrides):
+def build_options(**overrides):
     options, problems = build(
         Both, {k: RawValue(v, f"run.yaml, line {i}") for i, (k, v) in enumerate(overrides.items(), 1)}
     )
@@ -64,7 +64,7 @@ def made(**overrides):
     ],
 )
 def test_value_is_parsed_as_its_declared_type(name, raw, value):
-    options, problems = made(**{name: raw})
+    options, problems = build_options(**{name: raw})
     assert problems == []
     assert getattr(options, name) == value
     assert type(getattr(options, name)) is type(value)
@@ -89,29 +89,29 @@ def test_value_is_parsed_as_its_declared_type(name, raw, value):
     ],
 )
 def test_wrong_value_is_rejected_with_expected_type(name, raw, message):
-    _, problems = made(**{name: raw})
+    _, problems = build_options(**{name: raw})
     assert len(problems) == 1
     assert problems[0].startswith(f'run.yaml, line 1: "{name}" ')
     assert message in problems[0]
 
 
 def test_all_problems_are_reported_together_with_their_sources():
-    _, problems = made(learning_rat=1, mode="x", limit=-4)
+    _, problems = build_options(learning_rat=1, mode="x", limit=-4)
     assert len(problems) == 3
     assert problems[0] == 'Unknown option "learning_rat" in run.yaml, line 1. Did you mean "learning_rate"?'
     assert problems[2].startswith("run.yaml, line 3")
 
 
 def test_options_inside_a_mapping_are_named():
-    _, (problem,) = made(training={"learning_rate": 1e-4})
+    _, (problem,) = build_options(training={"learning_rate": 1e-4})
     assert 'Unknown option "training" in run.yaml, line 1.' in problem
     assert 'move "learning_rate" to the top level' in problem
 
 
 def test_alias_sets_option_and_two_names_of_one_option_are_rejected():
-    options, problems = made(lr=0.5)
+    options, problems = build_options(lr=0.5)
     assert (options.learning_rate, problems) == (0.5, [])
-    _, problems = made(lr=0.5, learning_rate=0.4)
+    _, problems = build_options(lr=0.5, learning_rate=0.4)
     assert "names of the same option" in problems[0]
 
 
@@ -125,7 +125,7 @@ def test_union_rejects_groups_that_declare_the_same_field():
 
 
 def test_union_rejects_alias_equal_to_another_option_name():
-    """It would take the other option's values, in silence."""
+    """The alias would silently take the other option's values."""
 
     @dataclass
     class Other:
@@ -163,7 +163,7 @@ def test_error_has_at_most_four_lines_per_problem():
 
 
 @pytest.mark.parametrize("text", ["x" * 256, "a/" + "é" * 128 + "/b", "a/" * 2048])
-def test_text_too_long_for_a_path_is_rejected_by_every_option_that_names_a_place(text: str) -> None:
+def test_text_too_long_for_a_path_is_rejected_by_every_option_with_paths(text: str) -> None:
     from burnish.run.plan.options import RunOptions
 
     for name in [name for name, spec in specs(RunOptions).items() if spec.names_place]:

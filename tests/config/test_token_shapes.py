@@ -1,4 +1,4 @@
-"""Tokens are recognized by their format and by the key before them, before any option is read."""
+"""Secrets are recognized by their format and by the key before them, before any option is parsed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ALNUM = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 HEX = "0123456789abcdef"
 
 
-def random_text(alphabet: str, least: int, most: int | None = None) -> st.SearchStrategy[str]:
-    return st.text(alphabet, min_size=least, max_size=most or least)
+def random_text(alphabet: str, min_size: int, max_size: int | None = None) -> st.SearchStrategy[str]:
+    return st.text(alphabet, min_size=min_size, max_size=max_size or min_size)
 
 
 SHAPES = {
@@ -61,9 +61,9 @@ def test_token_of_known_format_is_masked_anywhere(name: str) -> None:
     @settings(max_examples=60, deadline=None)
     @given(SHAPES[name], AROUND, AROUND)
     def check(token: str, before: str, after: str) -> None:
-        shown = without_secrets(f"lr{before}{token}{after}end")
-        assert secret_part(token) not in shown, (token, before, after)
-        assert MASK in shown
+        masked = without_secrets(f"lr{before}{token}{after}end")
+        assert secret_part(token) not in masked, (token, before, after)
+        assert MASK in masked
 
     check()
 
@@ -177,7 +177,7 @@ def test_masking_numeric_text_costs_little() -> None:
     assert time.perf_counter() - began < 0.5
 
 
-PLAIN = "correcthorse99batteryX"  # no known shape
+PLAIN = "correcthorse99batteryX"  # no known format
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ PLAIN = "correcthorse99batteryX"  # no known shape
     ],
 )  # fmt: skip
 def test_value_below_or_beside_the_name_of_a_secret_is_masked(text: str) -> None:
-    shown_text = without_secrets(text)
-    assert PLAIN not in shown_text
-    assert MASK in shown_text
+    masked = without_secrets(text)
+    assert PLAIN not in masked
+    assert MASK in masked
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,5 @@ def test_text_beside_other_names_is_kept(text: str) -> None:
 
 
 def test_item_after_the_option_of_a_secret_is_masked() -> None:
-    words = ["burnish", "train", "--hub_token", PLAIN, "--seed", "3"]
-    assert mask_json({"argv": words})["argv"] == [*words[:3], MASK, *words[4:]]
+    argv = ["burnish", "train", "--hub_token", PLAIN, "--seed", "3"]
+    assert mask_json({"argv": argv})["argv"] == [*argv[:3], MASK, *argv[4:]]

@@ -1,4 +1,4 @@
-"""From rows to micro-batches: no row is lost or added, and rows do not see each other."""
+"""From rows to micro-batches: no row is lost or added, and rows do not attend to each other."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def golden(folder, name):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_right_padding_is_neither_attended_nor_learned():
+def test_right_padding_is_neither_attended_to_nor_trained_on():
     batch = collate_padded([row(10, 3), row(20, 5)], pad_id=7)
     assert batch["input_ids"].tolist() == [[10, 11, 12, 7, 7], [20, 21, 22, 23, 24]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
@@ -53,7 +53,7 @@ def test_padding_reaches_requested_multiple():
     assert collate_padded([row(10, 8)], 0, pad_to_multiple_of=8)["input_ids"].shape == (1, 8)
 
 
-def test_padding_is_learned_only_on_request():
+def test_padding_has_labels_only_on_request():
     options = BatchingOptions(padding_free=False, ignore_pad_token_for_loss=False)
     batch = collator(options, pad_id=7, is_padding_free=False)([row(10, 2), row(20, 4)])
     assert batch["labels"][0].tolist() == [-100, 11, 7, 7]
@@ -76,14 +76,14 @@ def test_first_token_of_flat_sequence_is_not_predicted_from_neighbor():
 
 def test_pack_becomes_padding_free_sequences():
     rows = [row(10, 3), row(20, 2), row(30, 4)]
-    (one,) = pack(rows, 9)
-    flat, loose = collate_padding_free([one]), collate_padding_free([rows[2], rows[0], rows[1]])
-    assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(loose[name])) for name in loose)
+    (packed,) = pack(rows, 9)
+    flat, separate = collate_padding_free([packed]), collate_padding_free([rows[2], rows[0], rows[1]])
+    assert all(torch.equal(torch.as_tensor(flat[name]), torch.as_tensor(separate[name])) for name in separate)
 
 
 def test_pack_is_split_for_a_model_that_requires_padding():
-    (one,) = pack([row(10, 3), row(20, 2)], 5)
-    batch = collator(BatchingOptions(packing=True), pad_id=0, is_padding_free=False)([one])
+    (packed,) = pack([row(10, 3), row(20, 2)], 5)
+    batch = collator(BatchingOptions(packing=True), pad_id=0, is_padding_free=False)([packed])
     assert batch["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0]]
 
 
@@ -102,7 +102,7 @@ def test_loss_weights_follow_their_tokens_and_default_to_one():
 def test_best_fit_packing_matches_golden_results(golden_folder):
     for case in golden(golden_folder, "greedy_knapsack"):
         lengths, capacity = case["args"]
-        packs = [[lengths[index] for index in chosen] for chosen in pack_best_fit(lengths, capacity)]
+        packs = [[lengths[index] for index in indices] for indices in pack_best_fit(lengths, capacity)]
         assert packs == case["out"]
 
 
@@ -111,8 +111,8 @@ def test_every_row_is_in_exactly_one_pack_within_capacity():
     for capacity in (16, 100, 4096):
         lengths = [generator.randint(1, capacity) for _ in range(500)]
         packs = pack_best_fit(lengths, capacity)
-        assert sorted(index for chosen in packs for index in chosen) == list(range(500))
-        assert max(sum(lengths[index] for index in chosen) for chosen in packs) <= capacity
+        assert sorted(index for indices in packs for index in indices) == list(range(500))
+        assert max(sum(lengths[index] for index in indices) for indices in packs) <= capacity
 
 
 def test_row_goes_to_the_pack_with_least_remaining_space():
@@ -123,8 +123,8 @@ def test_row_goes_to_the_pack_with_least_remaining_space():
 def test_best_fit_is_close_to_minimum_number_of_packs():
     generator = random.Random(7)
     lengths = [generator.randint(20, 900) for _ in range(2000)]
-    least = -(-sum(lengths) // 1024)
-    assert len(pack_best_fit(lengths, 1024)) <= 1.02 * least
+    minimum = -(-sum(lengths) // 1024)
+    assert len(pack_best_fit(lengths, 1024)) <= 1.02 * minimum
 
 
 def test_row_longer_than_a_pack_is_rejected_or_split():
@@ -144,7 +144,7 @@ def test_wrapped_packs_hold_all_text_and_document_boundaries():
 
 
 def test_pretraining_blocks_match_llamafactory(golden_folder):
-    whole = {
+    texts = {
         case["template"]: case["out"]["input_ids"] for case in golden(golden_folder, "pretrain") if not case["packing"]
     }
     blocks = {
@@ -152,11 +152,11 @@ def test_pretraining_blocks_match_llamafactory(golden_folder):
     }
     for template, expected in blocks.items():
         size = len(expected[0])
-        # The rows that were not packed are cut at cutoff_len; what is missing of the second is in the block.
-        first = whole[template][0]
+        # Unpacked rows are truncated to cutoff_len; the rest of the second is in the block.
+        first = texts[template][0]
         second = (expected[0] + expected[1])[len(first) :]
-        made = pack([{"input_ids": ids, "labels": ids} for ids in (first, second)], size, "wrapped", True)
-        assert [p["input_ids"] for p in made] == expected
+        packs = pack([{"input_ids": ids, "labels": ids} for ids in (first, second)], size, "wrapped", True)
+        assert [p["input_ids"] for p in packs] == expected
 
 
 def test_packs_match_llamafactory_in_number_and_rows(golden_folder):
@@ -165,13 +165,13 @@ def test_packs_match_llamafactory_in_number_and_rows(golden_folder):
             continue
         theirs = list(zip(case["out"]["input_ids"], case["out"]["attention_mask"], strict=True))
         rows = [ids for tokens, segments in theirs for ids in _split(tokens, segments)]
-        made = pack([{"input_ids": ids, "labels": ids} for ids in rows], case["cutoff_len_used"])
-        assert len(made) <= len(theirs)
-        assert Counter(str(s["input_ids"]) for p in made for s in sequences_of(p)) == Counter(map(str, rows))
+        packs = pack([{"input_ids": ids, "labels": ids} for ids in rows], case["cutoff_len_used"])
+        assert len(packs) <= len(theirs)
+        assert Counter(str(s["input_ids"]) for p in packs for s in sequences_of(p)) == Counter(map(str, rows))
 
 
 def _split(ids, segments):
-    """The documents of a golden pack: its mask counts them from 1; 0 is padding."""
+    """Return the documents of a packed golden row, whose mask numbers them from 1; 0 is padding."""
     return [[t for t, s in zip(ids, segments, strict=True) if s == n] for n in range(1, max(segments) + 1)]
 
 

@@ -20,16 +20,16 @@ from small_run import WORDS, as_arguments, make_model
 pytestmark = pytest.mark.run
 
 
-def two_rounds(**said_of_the_first_answer):
-    """A conversation; what is given stands beside its first answer."""
+def two_turns(**response_fields):
+    """Return a conversation with two turns. The arguments are added to its first response."""
     record = openai_record(("user", "red"), ("assistant", "green"), ("user", "blue"), ("assistant", "stone"))
-    record["messages"][1] |= said_of_the_first_answer
+    record["messages"][1] |= response_fields
     return record
 
 
 @pytest.fixture
-def explained(tmp_path, monkeypatch, capsys):
-    """The words of ``explain`` on a run, as one line; and the workspace it is in."""
+def explain(tmp_path, monkeypatch, capsys):
+    """A function that runs ``burnish explain`` in a folder with data sets and returns its output as one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
@@ -79,13 +79,13 @@ def explained(tmp_path, monkeypatch, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_data_option_selects_rows(explained, options, message):
+def test_data_option_selects_rows(explain, options, message):
     if options.get("dataset") == "data":
         Path("many").mkdir()
         write(Path("many/1.json"), [alpaca_record(1)])
         write(Path("many/2.json"), [alpaca_record(2), alpaca_record(3)])
         options, message = {"dataset": "many"}, ["training set 3 examples"]
-    text = explained(**options)
+    text = explain(**options)
     assert [sentence for sentence in message if sentence not in text] == []
 
 
@@ -101,26 +101,26 @@ def test_data_option_selects_rows(explained, options, message):
     ],
     ids=str,
 )
-def test_invalid_data_option_is_rejected(explained, options, sentence):
-    assert sentence in explained(expected=2, **options)
+def test_invalid_data_option_is_rejected(explain, options, sentence):
+    assert sentence in explain(expected=2, **options)
 
 
-def prepared(**options):
-    """A run as it is known before its first step."""
+def prepare_run(**options):
+    """Return a prepared run."""
     run = {"model_name_or_path": "model", "dataset": "a", "output_dir": "out", "cutoff_len": 64, "use_cpu": True}
     return prepare(plan({name: RawValue(value) for name, value in {**run, **options}.items()}))
 
 
 def first_row(**options):
-    """The text of the first row."""
-    run = prepared(**options)
+    """Return the text of the first row."""
+    run = prepare_run(**options)
     return run.tokenizer.decode(run.rows[0]["input_ids"])
 
 
-def trained(explained, said_of_the_first_answer=None, **options):
-    """The words that are learned of a conversation in two rounds."""
-    write(Path("data/c.json"), [two_rounds(**said_of_the_first_answer or {})])
-    run = prepared(**{"dataset": "c", "template": "chatml", **options})
+def trained_text(explain, response_fields=None, **options):
+    """Return the trained text of a conversation with two turns."""
+    write(Path("data/c.json"), [two_turns(**response_fields or {})])
+    run = prepare_run(**{"dataset": "c", "template": "chatml", **options})
     return run.tokenizer.decode([token for token in run.rows[0]["labels"] if token != IGNORE_INDEX])
 
 
@@ -134,44 +134,44 @@ def trained(explained, said_of_the_first_answer=None, **options):
     ],
     ids=str,
 )
-def test_data_option_selects_learned_tokens(explained, options, expected):
-    assert trained(explained, **options).replace("\n", "") == expected
+def test_data_option_selects_trained_tokens(explain, options, expected):
+    assert trained_text(explain, **options).replace("\n", "") == expected
 
 
-def test_prompts_are_learned_on_request(explained):
-    assert "red" in trained(explained, train_on_prompt=True)
+def test_prompts_are_trained_on_request(explain):
+    assert "red" in trained_text(explain, train_on_prompt=True)
 
 
 NOT_APPLIED = "c: the prompts are plain text, so the chat template is not applied."
 
 
-@pytest.mark.parametrize(("options", "words"), [({}, "green"), ({"train_on_prompt": True}, "redgreen")], ids=str)
-def test_prompt_of_a_text_record_is_learned_on_request(explained, options, words):
+@pytest.mark.parametrize(("options", "expected"), [({}, "green"), ({"train_on_prompt": True}, "redgreen")], ids=str)
+def test_prompt_of_a_text_record_is_trained_on_request(explain, options, expected):
     write(Path("data/c.json"), [{"prompt": "red ", "completion": "green"}])
-    run = prepared(dataset="c", template="chatml", **options)
-    learned = [token for token in run.rows[0]["labels"] if token != IGNORE_INDEX]
-    assert run.tokenizer.decode(learned[:-1]).replace(" ", "") == words
-    assert learned[-1] == run.tokenizer.eos_token_id
+    run = prepare_run(dataset="c", template="chatml", **options)
+    trained_ids = [token for token in run.rows[0]["labels"] if token != IGNORE_INDEX]
+    assert run.tokenizer.decode(trained_ids[:-1]).replace(" ", "") == expected
+    assert trained_ids[-1] == run.tokenizer.eos_token_id
     assert [note for note in run.notes if note.startswith(NOT_APPLIED)]
 
 
-def test_messages_and_models_without_a_template_get_no_note_on_text(explained):
+def test_messages_and_models_without_a_template_get_no_note_on_text(explain):
     write(Path("data/c.json"), [{"prompt": "red ", "completion": "green"}])
-    assert NOT_APPLIED in explained(dataset="c")  # the model has a chat template
-    assert NOT_APPLIED.replace("c:", "a:") not in explained()
-    for place in Path("model").glob("*template*"):
-        place.unlink()
+    assert NOT_APPLIED in explain(dataset="c")  # the model has a chat template
+    assert NOT_APPLIED.replace("c:", "a:") not in explain()
+    for path in Path("model").glob("*template*"):
+        path.unlink()
     config = json.loads(Path("model/tokenizer_config.json").read_text())
     write(Path("model/tokenizer_config.json"), {k: v for k, v in config.items() if k != "chat_template"})
-    assert NOT_APPLIED not in explained(dataset="c")
+    assert NOT_APPLIED not in explain(dataset="c")
 
 
-def test_message_can_set_whether_it_is_learned(explained):
-    assert trained(explained, {"train": False}).replace("\n", "") == "stone<|im_end|>"
+def test_message_can_set_whether_it_is_trained(explain):
+    assert trained_text(explain, {"train": False}).replace("\n", "") == "stone<|im_end|>"
 
 
 def weights_after(records, **options):
-    """The model's weights after one step over these records."""
+    """Train one step on these records and return the weights."""
     write(Path("data/c.json"), records)
     out = f"out {len(list(Path().glob('out *')))}"
     run = {
@@ -183,26 +183,26 @@ def weights_after(records, **options):
     return load_file(f"{out}/model.safetensors")
 
 
-def differ(a, b):
-    """By how much two sets of weights do, at most."""
+def max_difference(a, b):
+    """Return the largest difference between two sets of weights."""
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def test_run_learns_messages_according_to_their_flags(explained):
-    plain = weights_after([two_rounds()])
-    last = weights_after([two_rounds()], mask_history=True)
-    assert differ(weights_after([two_rounds(train=False)]), last) == 0
-    assert differ(weights_after([two_rounds(weight=0)]), last) == 0
-    assert differ(plain, last) > 1e-6
+def test_run_trains_messages_according_to_their_flags(explain):
+    both = weights_after([two_turns()])
+    last = weights_after([two_turns()], mask_history=True)
+    assert max_difference(weights_after([two_turns(train=False)]), last) == 0
+    assert max_difference(weights_after([two_turns(weight=0)]), last) == 0
+    assert max_difference(both, last) > 1e-6
 
 
-def test_answer_of_weight_two_counts_twice(explained):
-    first, second = (openai_record(("user", "red"), ("assistant", words)) for words in ("green", "stone river lamp"))
+def test_answer_of_weight_two_counts_twice(explain):
+    first, second = (openai_record(("user", "red"), ("assistant", text)) for text in ("green", "stone river lamp"))
     twice = weights_after([first, first, second])
     first["messages"][1]["weight"] = 2
     weighted = weights_after([first, second])
-    assert differ(weighted, twice) < 1e-7
-    assert differ(weighted, weights_after([second])) > 1e-6
+    assert max_difference(weighted, twice) < 1e-7
+    assert max_difference(weighted, weights_after([second])) > 1e-6
 
 
 LONG = {**alpaca_record(1), "output": "stone " * 100}
@@ -219,14 +219,14 @@ LONG = {**alpaca_record(1), "output": "stone " * 100}
         ("raise", (2, ["data/a.json, record 21", "cutoff_len"])),
     ],
 )
-def test_long_row_is_truncated_dropped_or_rejected(explained, choice, expected):
+def test_long_row_is_truncated_dropped_or_rejected(explain, choice, expected):
     write(Path("data/a.json"), [*(alpaca_record(n, WORDS[n % 10]) for n in range(20)), LONG])
     code, sentences = expected
-    message = explained(expected=code, on_too_long=choice)
+    message = explain(expected=code, on_too_long=choice)
     assert [sentence for sentence in sentences if sentence not in message] == []
 
 
-def test_default_system_message_is_used_if_record_has_none(explained):
+def test_default_system_message_is_used_if_record_has_none(explain):
     assert "<|im_start|>system\nYou count.<|im_end|>" in first_row(template="chatml", default_system="You count.")
     write(Path("data/a.json"), [{**alpaca_record(1), "system": "You add."}])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "columns": {**ALPACA, "system": "system"}}})
@@ -264,19 +264,19 @@ KEYS = {
         {"talk": [{"who": "s", "what": "north"}, *TALKS], "rules": "stone", "can": ""},
         ["north", "seven", "lamp"],
     ),
-    "openai": ({"formatting": "openai", "columns": {"messages": "messages"}}, two_rounds(), ["red", "green", "stone"]),
+    "openai": ({"formatting": "openai", "columns": {"messages": "messages"}}, two_turns(), ["red", "green", "stone"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_dataset_info_key_selects_its_column(explained, name):
-    entry, record, words = KEYS[name]
+def test_dataset_info_key_selects_its_column(explain, name):
+    entry, record, texts = KEYS[name]
     write(Path("data/a.json"), [record])
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", **entry}})
     message = first_row(template="qwen", cutoff_len=2048, rope_scaling="linear")
-    places = [message.find(word) for word in words]
-    assert -1 not in places, [word for word, place in zip(words, places, strict=True) if place < 0]
-    assert places == sorted(places)
+    positions = [message.find(text) for text in texts]
+    assert -1 not in positions, [text for text, position in zip(texts, positions, strict=True) if position < 0]
+    assert positions == sorted(positions)
 
 
 @pytest.mark.parametrize(
@@ -287,16 +287,16 @@ def test_dataset_info_key_selects_its_column(explained, name):
         ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
     ],
 )  # fmt: skip
-def test_column_for_another_stage_is_rejected(explained, column, sentence):
+def test_column_for_another_stage_is_rejected(explain, column, sentence):
     write(Path("data/a.json"), [{**alpaca_record(1), "extra": "something"}])
     entry = {"file_name": "a.json", "columns": {**ALPACA, column: "extra"}}
     write(Path("data/dataset_info.json"), {"a": entry})
-    assert sentence in explained(expected=2)
+    assert sentence in explain(expected=2)
 
 
 @pytest.fixture
 def hubs(monkeypatch):
-    """Requests to the clients of the hubs; every data set there holds eight records."""
+    """The recorded requests to the clients of the hubs. Each data set there has eight records."""
     requests = []
     rows = datasets.Dataset.from_list([alpaca_record(n, WORDS[n]) for n in range(8)])
 
@@ -326,21 +326,21 @@ def hubs(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_dataset_info_keys_are_passed_to_the_hub(explained, hubs, entry, expected):
+def test_dataset_info_keys_are_passed_to_the_hub(explain, hubs, entry, expected):
     write(Path("data/dataset_info.json"), {"a": {**entry, "num_samples": 5}})
-    assert "training set 5 examples" in explained()
+    assert "training set 5 examples" in explain()
     assert hubs == [expected]
 
 
-def test_online_names_are_hub_ids(explained, hubs, monkeypatch):
+def test_online_names_are_hub_ids(explain, hubs, monkeypatch):
     options = {"dataset": "x/y", "dataset_dir": "ONLINE", "hf_hub_token": "h", "ms_hub_token": "m"}
-    assert "training set 8 examples" in explained(**options)
+    assert "training set 8 examples" in explain(**options)
     monkeypatch.setenv("USE_MODELSCOPE_HUB", "1")
-    assert "training set 8 examples" in explained(**options)
+    assert "training set 8 examples" in explain(**options)
     assert hubs == [("hf", "x/y", None, None, "train", "h"), ("ms", "x/y", None, None, "train", "m")]
 
 
-def test_hub_repository_with_dataset_info_is_read_with_token(explained, hubs, monkeypatch):
+def test_hub_repository_with_dataset_info_is_read_with_token(explain, hubs, monkeypatch):
     import huggingface_hub
 
     path = write(Path("fetched/dataset_info.json"), {"far": {"hf_hub_url": "x/y", "num_samples": 3}})
@@ -350,14 +350,14 @@ def test_hub_repository_with_dataset_info_is_read_with_token(explained, hubs, mo
         "hf_hub_download",
         lambda repo, name, **more: requests.append((repo, more["token"])) or str(path),
     )
-    assert "training set 3 examples" in explained(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
+    assert "training set 3 examples" in explain(dataset="far", dataset_dir="REMOTE:x/info", hf_hub_token="h")
     assert requests == [("x/info", "h")]
 
 
-def test_python_can_pass_dataset_descriptions(explained):
+def test_python_can_pass_dataset_descriptions(explain):
     assert (
         len(
-            prepared(
+            prepare_run(
                 dataset="d", dataset_dir={"d": {"records": [alpaca_record(n) for n in range(4)], "num_samples": 3}}
             ).rows
         )

@@ -14,7 +14,7 @@ from tiny_models import tiny_tokenizer
 CORPUS = ["The quick brown fox doesn't jump over 12 lazy dogs", "one two three\n\nseven doors", "naïve café 日本語 😀"]
 
 
-def tokenizer():
+def make_tokenizer():
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -23,28 +23,28 @@ def tokenizer():
 
 
 def test_truncation_set_by_others_is_not_applied():
-    made = tokenizer()
-    encoder = Encoder(made)
+    tokenizer = make_tokenizer()
+    encoder = Encoder(tokenizer)
     expected = encoder.encode(["one two"])
-    made("one two three", truncation=True, max_length=1)
+    tokenizer("one two three", truncation=True, max_length=1)
     assert encoder.encode(["one two", "seven doors"])["one two"] == expected["one two"]
     assert len(encoder.encode(["seven doors"])["seven doors"]) > 1
 
 
 def test_located_texts_match_tokenizer_ids_and_offsets():
-    made = tokenizer()
+    tokenizer = make_tokenizer()
     for text in CORPUS:
-        plain = made(text, add_special_tokens=False, return_offsets_mapping=True)
+        plain = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         positions = range(len(text) + 1)
-        ((ids, borders),) = Encoder(made).encode_with_boundaries([text], [positions])
-        assert list(ids) == plain["input_ids"] == list(Encoder(made).encode([text])[text])
+        ((ids, borders),) = Encoder(tokenizer).encode_with_boundaries([text], [positions])
+        assert list(ids) == plain["input_ids"] == list(Encoder(tokenizer).encode([text])[text])
         for position, (ended, started) in zip(positions, borders, strict=True):
             assert ended == sum(end <= position for _, end in plain["offset_mapping"])
             assert started == sum(start < position for start, _ in plain["offset_mapping"])
 
 
 class PanicException(BaseException):
-    """As pyo3 raises it for a panic in a library in Rust."""
+    """The exception that pyo3 raises for a panic in Rust."""
 
 
 @pytest.mark.parametrize("kind", [PanicException, Exception])

@@ -24,7 +24,7 @@ from dataset_helpers import (
 ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
 
 
-def only(record, **entry):
+def load_record(record, **entry):
     return load_records([record], **entry)[0]
 
 
@@ -33,20 +33,20 @@ def only(record, **entry):
 
 def test_instruction_and_input_form_one_question():
     record = {"instruction": "Add.", "input": "3 + 4", "output": "7", "system": "Be exact.", "history": []}
-    example = only(record, columns=ALPACA)
+    example = load_record(record, columns=ALPACA)
     assert role_contents(example) == [("user", "Add.\n3 + 4"), ("assistant", "7")]
     assert example.system == "Be exact."
 
 
 @pytest.mark.parametrize("empty", ["", None])
 def test_empty_input_adds_no_line(empty):
-    assert role_contents(only({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
+    assert role_contents(load_record({"instruction": "Add.", "input": empty, "output": "7"}))[0] == ("user", "Add.")
 
 
-@pytest.mark.parametrize("history", [[["a", "b"]], '[["a", "b"]]'], ids=["list", "JSON text, as in CSV files"])
+@pytest.mark.parametrize("history", [[["a", "b"]], '[["a", "b"]]'], ids=["list", "JSON string"])
 def test_history_precedes_as_turns(history):
     record = {"instruction": "c", "input": "", "output": "d", "history": history, "system": ""}
-    assert role_contents(only(record, columns=ALPACA)) == [
+    assert role_contents(load_record(record, columns=ALPACA)) == [
         ("user", "a"),
         ("assistant", "b"),
         ("user", "c"),
@@ -62,7 +62,7 @@ def test_history_that_is_no_list_is_reported():
 
 def test_unmapped_column_is_not_read():
     record = {**alpaca_record(1), "input": "unread", "history": [["a", "b"]], "system": "unread"}
-    example = only(record, columns={"prompt": "instruction", "response": "output"})
+    example = load_record(record, columns={"prompt": "instruction", "response": "output"})
     assert role_contents(example) == [("user", "Is 1 a number?"), ("assistant", "yes")]
     assert example.system is None
 
@@ -81,11 +81,11 @@ def test_unmapped_system_column_is_mentioned():
 
 
 def test_null_output_is_a_question_without_answer():
-    assert role_contents(only({**alpaca_record(1), "output": None})) == [("user", "Is 1 a number?")]
+    assert role_contents(load_record({**alpaca_record(1), "output": None})) == [("user", "Is 1 a number?")]
 
 
 def test_prompt_column_alone_is_plain_text():
-    example = only({"text": "Once upon a time"}, columns={"prompt": "text"})
+    example = load_record({"text": "Once upon a time"}, columns={"prompt": "text"})
     assert (example.text, example.messages) == ("Once upon a time", ())
 
 
@@ -94,30 +94,30 @@ def test_prompt_column_alone_is_plain_text():
 
 def test_sharegpt_roles_are_converted():
     turns = [("human", "q"), ("function_call", "{}"), ("observation", "o"), ("gpt", "a")]
-    example = only(sharegpt_record(*turns), formatting="sharegpt")
+    example = load_record(sharegpt_record(*turns), formatting="sharegpt")
     assert [role for role, _ in role_contents(example)] == ["user", "function", "observation", "assistant"]
 
 
 def test_system_message_overrides_system_column():
     columns = {"messages": "conversations", "system": "system"}
     record = sharegpt_record(("system", "from the turn"), ("human", "q"), ("gpt", "a"))
-    example = only({**record, "system": "from the column"}, formatting="sharegpt", columns=columns)
+    example = load_record({**record, "system": "from the column"}, formatting="sharegpt", columns=columns)
     assert example.system == "from the turn"
     assert role_contents(example)[0] == ("user", "q")
     without = {**sharegpt_record(("human", "q"), ("gpt", "a")), "system": "from the column"}
-    assert only(without, formatting="sharegpt", columns=columns).system == "from the column"
+    assert load_record(without, formatting="sharegpt", columns=columns).system == "from the column"
 
 
 def test_tags_rename_keys_and_roles():
     tags = {"role_tag": "who", "content_tag": "what", "user_tag": "asker", "assistant_tag": "answerer"}
     record = {"talk": [{"who": "asker", "what": "q"}, {"who": "answerer", "what": "a"}]}
-    example = only(record, formatting="sharegpt", columns={"messages": "talk"}, tags=tags)
+    example = load_record(record, formatting="sharegpt", columns={"messages": "talk"}, tags=tags)
     assert role_contents(example) == [("user", "q"), ("assistant", "a")]
 
 
 def test_openai_files_are_read_as_sharegpt_with_tags():
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    example = only(
+    example = load_record(
         openai_record(("system", "s"), ("user", "q"), ("assistant", "a")),
         formatting="sharegpt", columns={"messages": "messages"}, tags=tags,
     )  # fmt: skip
@@ -127,12 +127,12 @@ def test_openai_files_are_read_as_sharegpt_with_tags():
 @pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]'])
 def test_tools_are_json_text_for_any_file_type(tools):
     record = {**sharegpt_record(("human", "q"), ("gpt", "a")), "tools": tools}
-    example = only(record, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
+    example = load_record(record, formatting="sharegpt", columns={"messages": "conversations", "tools": "tools"})
     assert json.loads(example.tools) == [{"name": "f"}]
 
 
 def test_turns_out_of_order_are_left_to_the_template():
-    example = only(sharegpt_record(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
+    example = load_record(sharegpt_record(("human", "a"), ("human", "b"), ("gpt", "c")), formatting="sharegpt")
     assert [role for role, _ in role_contents(example)] == ["user", "user", "assistant"]
 
 
@@ -161,7 +161,7 @@ def call(name, arguments, **more):
 
 def test_tool_calls_become_json_with_parsed_arguments():
     record = {"messages": [{"role": "user", "content": "q"}, call("f", '{"x": "ü"}', content=None)]}
-    role, content = role_contents(only(record, formatting="openai"))[1]
+    role, content = role_contents(load_record(record, formatting="openai"))[1]
     assert role == "function"
     assert content == '[{"name": "f", "arguments": {"x": "ü"}}]'
 
@@ -169,13 +169,18 @@ def test_tool_calls_become_json_with_parsed_arguments():
 def test_parallel_tool_results_stay_separate_for_the_template():
     record = openai_record(("user", "q"), ("assistant", "x"), ("tool", "one"), ("tool", "two"), ("assistant", "a"))
     record["messages"][1] = call("f", {})
-    assert role_contents(only(record, formatting="openai"))[2:4] == [("observation", "one"), ("observation", "two")]
+    assert role_contents(load_record(record, formatting="openai"))[2:4] == [
+        ("observation", "one"),
+        ("observation", "two"),
+    ]
 
 
 def test_empty_tool_list_means_no_tools():
     record = openai_record(("user", "q"), ("assistant", "a")) | {"tools": []}
     columns = {"messages": "messages", "tools": "tools"}
-    assert only(record, formatting="openai", columns=columns).tools == ""  # LLaMA-Factory: an empty system message
+    assert (
+        load_record(record, formatting="openai", columns=columns).tools == ""
+    )  # LLaMA-Factory: an empty system message
 
 
 def test_thought_before_a_call_is_kept_and_other_text_is_counted():
@@ -194,31 +199,33 @@ def test_text_parts_are_joined():
     record = openai_record(
         ("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a")
     )
-    assert role_contents(only(record, formatting="openai"))[0] == ("user", "Hello")
+    assert role_contents(load_record(record, formatting="openai"))[0] == ("user", "Hello")
 
 
-def test_message_can_set_its_learning_flag_and_weight():
+def test_message_can_set_its_train_flag_and_weight():
     record = openai_record(
         ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e"), ("assistant", "f")
     )
     record["messages"][1]["train"] = False
     record["messages"][3]["weight"] = 0
     record["messages"][5]["weight"] = 0.5
-    learned = [(m.train, m.weight) for m in only(record, formatting="openai").messages if m.role == "assistant"]
-    assert learned == [(False, 1.0), (False, 1.0), (None, 0.5)]
+    train_and_weight = [
+        (m.train, m.weight) for m in load_record(record, formatting="openai").messages if m.role == "assistant"
+    ]
+    assert train_and_weight == [(False, 1.0), (False, 1.0), (None, 0.5)]
 
 
 # --- prompt and completion, text --------------------------------------------------------------------------------------
 
 
 def test_prompt_and_completion_stay_text():
-    example = only({"prompt": "2 + 2 =", "completion": " 4"})
+    example = load_record({"prompt": "2 + 2 =", "completion": " 4"})
     assert (example.prompt, example.completion, example.messages) == ("2 + 2 =", " 4", ())
 
 
-def test_only_completion_of_two_message_lists_is_learned():
+def test_only_completion_of_two_message_lists_is_trained():
     before = openai_record(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"]
-    example = only({"prompt": before, "completion": openai_record(("assistant", "d"))["messages"]})
+    example = load_record({"prompt": before, "completion": openai_record(("assistant", "d"))["messages"]})
     assert role_contents(example)[-1] == ("assistant", "d")
     assert [message.train for message in example.messages] == [False, False, False, None]
 
@@ -342,12 +349,12 @@ def test_format_is_registered_as_one_function(monkeypatch, tmp_path):
 
 
 def test_golden_conversations_match_llamafactory(golden_folder):
-    """The turns that its converters give; what is out of order it drops there, and the template here."""
+    """LLaMA-Factory's converters also drop turns that are out of order, which burnish's templates do."""
     cases = json.loads((golden_folder / "conversations.json").read_text(encoding="utf-8"))
     for case in cases:
         record, is_alpaca = case["record"], case["formatting"] == "alpaca"
         columns = ALPACA if is_alpaca else {"messages": "conversations", "tools": "tools", "system": "system"}
-        example = only(record, formatting=case["formatting"], columns=columns)
+        example = load_record(record, formatting=case["formatting"], columns=columns)
         if is_alpaca:
             answer = [] if record["output"] is None else [record["output"]]
             expected = [text for pair in record["history"] for text in pair]

@@ -28,7 +28,7 @@ NAMES = ["p4_48x48.png", "p5_200x40.png", "p6_40x130.png"]
 
 
 class Options(TemplateOptions, EncodingOptions):
-    """The options of rows."""
+    """Options of templates and rows."""
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def folder(tmp_path):
 
 
 def parts(*pieces: Any) -> tuple[ContentPart, ...]:
-    return tuple(ContentPart("text" if isinstance(one, str) else "image", one) for one in pieces)
+    return tuple(ContentPart("text" if isinstance(piece, str) else "image", piece) for piece in pieces)
 
 
 def image_example(folder, *pieces: str) -> Example:
-    """A question with images where a piece names a file, and its answer."""
-    content = [read_header(folder / one) if one in NAMES else one for one in pieces]
-    raw = [{"type": "image"} if one in NAMES else {"type": "text", "text": one} for one in pieces]
+    """Return an example whose question consists of texts and of images, which are given as file names."""
+    content = [read_header(folder / piece) if piece in NAMES else piece for piece in pieces]
+    raw = [{"type": "image"} if piece in NAMES else {"type": "text", "text": piece} for piece in pieces]
     return Example(
         messages=(
             Message("user", parts(*content), raw={"role": "user", "content": raw}),
@@ -58,9 +58,9 @@ def images(example: Example) -> list[Any]:
     return [image_models().image(image.path.rsplit("/", 1)[-1]) for image in example.messages[0].images]
 
 
-def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: bool | None = None) -> Family:
+def load_family(config: Any, composed: Any, with_processor: bool = False, pan_and_scan: bool | None = None) -> Family:
     composed.tokenizer.chat_template = composed.chat_template
-    options = composed if is_given else None
+    options = composed if with_processor else None
     settings = composed.golden_config
     result = Checkpoint(
         config, composed.image_processor, composed.tokenizer, settings, composed=options, pan_and_scan=pan_and_scan
@@ -73,32 +73,32 @@ def family(config: Any, composed: Any, is_given: bool = False, pan_and_scan: boo
 def test_gemma_pan_and_scan_crops_match_its_processor(folder, name, text):
     model, composed = image_models().FAMILIES["gemma3"]()
     composed.image_processor.pan_and_scan_min_crop_size = 20
-    result = family(model.config, composed, pan_and_scan=True)
+    result = load_family(model.config, composed, pan_and_scan=True)
     example = image_example(folder, text, name, "Well?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
-    made = composed(
+    expected = composed(
         text=chat, images=images(example), add_special_tokens=False, return_tensors="pt", do_pan_and_scan=True,
         pan_and_scan_min_crop_size=20,
     )  # fmt: skip
-    assert row["input_ids"] == made["input_ids"][0].tolist()
+    assert row["input_ids"] == expected["input_ids"][0].tolist()
     processor = ImageProcessor(composed.image_processor, ["pixel_values"], result.options)
     (image,) = images_of(row)
-    assert torch.equal(processor.tensors(result.prepare(image))["pixel_values"], made["pixel_values"])
-    assert (len(made["pixel_values"]) > 1) == (name != NAMES[0])
+    assert torch.equal(processor.tensors(result.prepare(image))["pixel_values"], expected["pixel_values"])
+    assert (len(expected["pixel_values"]) > 1) == (name != NAMES[0])
 
 
 def test_paligemma_images_precede_text(folder):
     model, composed = image_models().FAMILIES["paligemma"]()
-    result = family(model.config, composed)
+    result = load_family(model.config, composed)
     template = load_template(_options(template="paligemma"), result.tokenizer, family=result)
     example = image_example(folder, "What ", NAMES[0], "is ", NAMES[1], "this?")
     (row,) = template.encode([example], DataStats())
     text = result.placeholder * 2 + "What is this?"
-    made = composed(text=text, images=[images(example)], suffix="A shape.")
-    assert row["input_ids"] == list(made["input_ids"][0])
-    assert row["labels"] == list(made["labels"][0])
-    assert [(one.begin, one.end) for one in images_of(row)] == [(0, 16), (16, 32)]
+    expected = composed(text=text, images=[images(example)], suffix="A shape.")
+    assert row["input_ids"] == list(expected["input_ids"][0])
+    assert row["labels"] == list(expected["labels"][0])
+    assert [(image.begin, image.end) for image in images_of(row)] == [(0, 16), (16, 32)]
     prompt = template.prompt_row(example)
     assert prompt["input_ids"] == row["input_ids"][: len(prompt["input_ids"])]
     assert prompt["images"] == row["images"]
@@ -113,7 +113,7 @@ def _options(**values: Any) -> Any:
 
 def test_mllama_text_attends_to_preceding_images(folder):
     model, composed = image_models().build("mllama")
-    result = family(model.config, composed)
+    result = load_family(model.config, composed)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     collate = ImageCollator(
         COLLATE_FUNCTIONS["padded"], COLLATE_FUNCTIONS["padded"], layout, processor, images_of,
@@ -124,15 +124,15 @@ def test_mllama_text_attends_to_preceding_images(folder):
         example = image_example(folder, *pieces)
         (row,) = template.encode([example], DataStats())
         chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
-        made = composed(text=chat, images=[images(example)], add_special_tokens=False, return_tensors="pt")
+        expected = composed(text=chat, images=[images(example)], add_special_tokens=False, return_tensors="pt")
         batch = collate([row])
-        assert row["input_ids"] == made["input_ids"][0].tolist()
+        assert row["input_ids"] == expected["input_ids"][0].tolist()
         for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"):
-            assert torch.equal(batch[name], made[name]), name
+            assert torch.equal(batch[name], expected[name]), name
 
 
 def idefics2() -> tuple[Any, Any]:
-    """A model of a type that has no family, and its composed processor."""
+    """Return a model without a supported family, and its processor."""
     models = image_models()
     library, words = models.T, ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
     tokenizer = models.tokenizer_of(*words, eos="<end_of_utterance>")
@@ -159,20 +159,20 @@ def idefics2() -> tuple[Any, Any]:
 
 def test_model_of_unknown_family_uses_its_processor(folder):
     model, composed = idefics2()
-    result = family(model.config, composed, is_given=True)
+    result = load_family(model.config, composed, with_processor=True)
     assert isinstance(result, AnyFamily)
     assert "are processed by transformers' Idefics2Processor" in result.note
     example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
-    made = composed(text=chat, images=[images(example)], add_special_tokens=False)
-    assert row["input_ids"] == list(made["input_ids"][0])
+    expected = composed(text=chat, images=[images(example)], add_special_tokens=False)
+    assert row["input_ids"] == list(expected["input_ids"][0])
     patch_vision_model(model)
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, composed.image_processor)
     for kind in ("flat", "padded"):
         collate = ImageCollator(
             COLLATE_FUNCTIONS[kind], COLLATE_FUNCTIONS[kind], layout, processor, lambda row: row.get("images", []),
-            lambda drawn: processor.tensors(drawn.image),
+            lambda image_input: processor.tensors(image_input.image),
         )  # fmt: skip
         assert isolates_images(model, collate)
 
@@ -180,14 +180,14 @@ def test_model_of_unknown_family_uses_its_processor(folder):
 def test_unknown_family_without_processor_is_rejected_with_supported_ones():
     model, composed = idefics2()
     with pytest.raises(UserError, match=r"(?s)type idefics2 cannot be trained on images.*llava.*qwen2_5_vl"):
-        family(model.config, composed)
+        load_family(model.config, composed)
 
 
 TILES = {
     "llama4": [(138, 583, 20), (515, 233, 16), (1, 1, 4), (1000, 50, 20), (56, 56, 4), (112, 56, 12), (640, 480, 20)],
     "lfm2_vl": [(138, 583, 24), (515, 233, 42), (1, 1, 4), (19, 407, 15), (56, 56, 4), (112, 56, 8), (640, 480, 36)],
 }
-"""Width, height and number of placeholders, by transformers 5.23 with torchvision 0.28."""
+"""Width, height and number of placeholders, from transformers 5.23 with torchvision 0.28."""
 SETTINGS = {
     "llama4": {"size": {"height": 56}, "max_patches": 4, "resize_to_max_canvas": False},
     "lfm2_vl": {
@@ -213,19 +213,19 @@ def test_tiles_are_counted_without_torchvision(name):
 def test_rows_of_torchvision_models_match_their_processors(folder, name):
     pytest.importorskip("torchvision")
     model, composed = image_models().build(name)
-    result = family(model.config, composed)
+    result = load_family(model.config, composed)
     processor = ImageProcessor.of(model, composed.image_processor)
     for width, height, _ in TILES[name]:
         image = Image.new("RGB", (width, height), "blue")
-        made = composed(text=[result.mark], images=[image], add_special_tokens=False)
-        assert list(result.ids(width, height)) == list(made["input_ids"][0])
+        expected = composed(text=[result.mark], images=[image], add_special_tokens=False)
+        assert list(result.ids(width, height)) == list(expected["input_ids"][0])
         count = num_features(model, processor.tensors(image))
         assert result.ids(width, height).count(result.placeholder_id) == count
     example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
     (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
     chat = composed.apply_chat_template([message.raw for message in example.messages], tokenize=False)
-    made = composed(text=chat, images=[images(example)], add_special_tokens=False)
-    assert row["input_ids"] == list(made["input_ids"][0])
+    expected = composed(text=chat, images=[images(example)], add_special_tokens=False)
+    assert row["input_ids"] == list(expected["input_ids"][0])
 
 
 def test_lfm2_image_with_too_many_patches_is_rejected():
@@ -240,7 +240,7 @@ def test_lfm2_image_with_too_many_patches_is_rejected():
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
 def test_pixtral_images_have_complete_placeholders(folder, name):
     model, composed = image_models().build(name)
-    result = family(model.config, composed)
+    result = load_family(model.config, composed)
     processor = ImageProcessor.of(model, composed.image_processor, result.options)
     for image in map(read_header, map(folder.joinpath, NAMES)):
         count = result.of(image).count(result.placeholder_id)
@@ -250,7 +250,7 @@ def test_pixtral_images_have_complete_placeholders(folder, name):
 def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path):
     image_models().write_images(tmp_path, ["p7_804x4.png"])
     model, composed = image_models().FAMILIES["qwen2_5_vl"]()
-    result = family(model.config, composed)
+    result = load_family(model.config, composed)
     part = ContentPart("image", read_header(tmp_path / "p7_804x4.png"))
     raw = {"role": "user", "content": [{"type": "image"}]}
     answer = {"role": "assistant", "content": "A line."}

@@ -1,4 +1,4 @@
-"""Records with images in every form that LLaMA-Factory and TRL read."""
+"""Records with images, in all formats that LLaMA-Factory and TRL accept."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def read(values: dict[str, Any], folder: Path, kind: str = "answers", model_type
 
 
 def summarize(example: Example) -> list[Any]:
-    """What the messages say, sizes for images."""
+    """Return the contents of the messages, with sizes instead of images."""
     return [
-        [(one.value.width, one.value.height) if one.kind == "image" else one.value for one in message.parts]
+        [(part.value.width, part.value.height) if part.kind == "image" else part.value for part in message.parts]
         for message in example.messages
     ]
 
 
-ASKED = ["Compare ", (8, 4), " with ", (5, 6), "."]
+QUESTION = ["Compare ", (8, 4), " with ", (5, 6), "."]
 TEXT, TWO = "Compare <image> with <image>.", ["a.png", "b.png"]
 
 
@@ -91,7 +91,7 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["alpaca", "sharegpt", "openai", "parts", "bytes", "file", "filled"])
 def test_all_record_formats_give_the_same_messages(folder, form):
-    assert summarize(read(records(folder)[form], folder)) == [ASKED, ["Red."]]
+    assert summarize(read(records(folder)[form], folder)) == [QUESTION, ["Red."]]
 
 
 def test_image_column_alone_precedes_first_user_message(folder):
@@ -110,11 +110,11 @@ def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
         "chosen": {"from": "gpt", "value": "Red."}, "rejected": {"from": "gpt", "value": "Blue."},
     }  # fmt: skip
     example = read(pair, folder, "pairs")
-    assert summarize(example) == [ASKED]
+    assert summarize(example) == [QUESTION]
     assert (example.chosen[0].text, example.rejected[0].text) == ("Red.", "Blue.")
     verdict = {"instruction": TEXT, "output": "Red.", "images": TWO, "kto_tag": True}
     columns = {"prompt": "instruction", "response": "output", "images": "images", "kto_tag": "kto_tag"}
-    assert summarize(read(verdict, folder, "verdicts", columns=columns)) == [ASKED, ["Red."]]
+    assert summarize(read(verdict, folder, "verdicts", columns=columns)) == [QUESTION, ["Red."]]
 
 
 def test_image_can_set_its_pixel_limits(folder):
@@ -150,10 +150,11 @@ def test_trl_records_are_read(folder):
     assert summarize(trl({"messages": [part, answer]})) == [[(8, 4), "What?"], ["Red."]]
 
 
-FILM: dict[str, Any] = {"instruction": "<video>What moves?", "output": "Red."}
+VIDEO: dict[str, Any] = {"instruction": "<video>What moves?", "output": "Red."}
 
 
 def bad(**change: Any) -> dict[str, Any]:
+    """Return an image record with changes that make it invalid."""
     return {"instruction": TEXT, "output": "Red.", "images": TWO, **change}
 
 
@@ -171,26 +172,26 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(images=["a.png", "\ud800.png"]), 'images[1] "\\ud800.png" cannot be read: its path is not valid Unicode'),
         (bad(images=["a.png", 3]), "must be a path, a data URI, bytes or a Pillow image. Received: int"),
         (bad(images=["a.png", ""]), "images[1] is an empty path"),
-        (FILM | {"videos": [["a.png"], ["a.png"]]}, '2 videos and 1 "<video>"'),
-        (FILM | {"videos": ["v.mp4"]}, 'videos[0] "v.mp4" was not found'),
-        (FILM | {"videos": ["a.png"]}, 'videos[0] "a.png" is a file; video files are not decoded. Extract its frames'),
-        (FILM | {"videos": [[]]}, "videos[0] has no frames"),
-        (FILM | {"videos": [["a.png", "b.png"]]}, "videos[0][1] has 5x6, but the first has 8x4"),
-        (FILM | {"videos": [["a.png", "c.png"]]}, 'videos[0][1] "c.png" was not found'),
-        (FILM | {"videos": [3]}, "videos[0] must be a list of frames, or a folder of them. Received: int"),
+        (VIDEO | {"videos": [["a.png"], ["a.png"]]}, '2 videos and 1 "<video>"'),
+        (VIDEO | {"videos": ["v.mp4"]}, 'videos[0] "v.mp4" was not found'),
+        (VIDEO | {"videos": ["a.png"]}, 'videos[0] "a.png" is a file; video files are not decoded. Extract its frames'),
+        (VIDEO | {"videos": [[]]}, "videos[0] has no frames"),
+        (VIDEO | {"videos": [["a.png", "b.png"]]}, "videos[0][1] has 5x6, but the first has 8x4"),
+        (VIDEO | {"videos": [["a.png", "c.png"]]}, 'videos[0][1] "c.png" was not found'),
+        (VIDEO | {"videos": [3]}, "videos[0] must be a list of frames, or a folder of them. Received: int"),
         (bad(audios=["v.wav"]), "it contains audio; burnish trains on text, images and videos."),
         (bad(system="See <image>"), "the system message contains an image"),
     ],
 )
 def test_bad_image_records_are_rejected_by_number(folder, values, message):
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as raised:
         read(values, folder)
-    assert "v.json, record 7" in str(refused.value)
-    assert message in " ".join(str(refused.value).split())
+    assert "v.json, record 7" in str(raised.value)
+    assert message in " ".join(str(raised.value).split())
 
 
-def films(folder: Path) -> dict[str, dict[str, Any]]:
-    """A video of three frames, and an image behind it, in each form."""
+def video_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return records with a video of three frames followed by an image, in all formats."""
     names = ["f/1.png", "f/2.png", "f/10.png"]
     (folder / "f").mkdir()
     for name in names:
@@ -201,12 +202,12 @@ def films(folder: Path) -> dict[str, dict[str, Any]]:
         {"type": "image", "image": "b.png"}, {"type": "text", "text": "."},
     ]  # fmt: skip
     empty = [part | {"video": None} if part["type"] == "video" else part for part in parts]
-    films = {"videos": [names], "images": ["b.png"]}
+    video_records = {"videos": [names], "images": ["b.png"]}
     return {
-        "alpaca": {"instruction": text, "output": "Red.", **films},
-        "folder": {"instruction": text, "output": "Red.", **films, "videos": ["f"]},
+        "alpaca": {"instruction": text, "output": "Red.", **video_records},
+        "folder": {"instruction": text, "output": "Red.", **video_records, "videos": ["f"]},
         "sharegpt": {
-            "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Red."}], **films,
+            "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "Red."}], **video_records,
         },
         "parts": {"messages": [{"role": "user", "content": parts}, answer]},
         "filled": {"messages": [{"role": "user", "content": empty}, answer], "videos": [names]},
@@ -215,7 +216,7 @@ def films(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["alpaca", "folder", "sharegpt", "parts", "filled"])
 def test_all_video_formats_become_frames(folder, form):
-    (question, _) = read(films(folder)[form], folder).messages
+    (question, _) = read(video_records(folder)[form], folder).messages
     kinds = [part.kind for part in question.parts]
     assert kinds == ["video", "text", "image", "text"]
     video, image = question.images
@@ -225,7 +226,7 @@ def test_all_video_formats_become_frames(folder, form):
 
 
 def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
-    films(folder)
+    video_records(folder)
     reader = MediaReader((folder,), 1024, 589824, video_min_pixels=256, video_max_pixels=65536, video_fps=1.0)
     video = read_video(reader, "f", "videos[0]")
     assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png", "10.png"]
@@ -234,7 +235,7 @@ def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
 
 def test_videos_without_placeholder_precede_first_user_message(folder):
     record = {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Red."}]}
-    (question, _) = read(record | {"videos": films(folder)["alpaca"]["videos"]}, folder).messages
+    (question, _) = read(record | {"videos": video_records(folder)["alpaca"]["videos"]}, folder).messages
     assert [part.kind for part in question.parts] == ["video", "text"]
 
 

@@ -30,7 +30,7 @@ GOLDEN = golden()
 
 @dataclass
 class Options(TemplateOptions, EncodingOptions):
-    """The options of rows."""
+    """Options of templates and rows."""
 
 
 @cache
@@ -53,32 +53,34 @@ def folder(tmp_path_factory):
     return folder
 
 
-def example(folder: Path, name: str, most: int | None = 589824, least: int | None = 1024, raw: bool = False) -> Example:
+def example(
+    folder: Path, name: str, max_pixels: int | None = 589824, min_pixels: int | None = 1024, raw: bool = False
+) -> Example:
     record = GOLDEN["records"][name]
-    left = iter(
-        read_header(folder / one, place=f"images[{at}]", max_pixels=most, min_pixels=least)
-        for at, one in enumerate(record["images"])
+    images = iter(
+        read_header(folder / file_name, place=f"images[{at}]", max_pixels=max_pixels, min_pixels=min_pixels)
+        for at, file_name in enumerate(record["images"])
     )
     messages = []
     for message in record["messages"]:
         first, *others = message["content"].split("<image>")
         result = [ContentPart("text", first)]
         for other in others:
-            result += [ContentPart("image", next(left)), ContentPart("text", other)]
+            result += [ContentPart("image", next(images)), ContentPart("text", other)]
         content = tuple(p for p in result if p.value != "")
-        shown = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in content]
-        options = {"role": message["role"], "content": shown if others else message["content"]} if raw else None
+        raw_parts = [{"type": "image"} if p.kind == "image" else {"type": "text", "text": p.value} for p in content]
+        options = {"role": message["role"], "content": raw_parts if others else message["content"]} if raw else None
         messages.append(Message(message["role"], content if others else message["content"], raw=options))
     system = None if raw or messages[0].role != "system" else messages.pop(0).text
     return Example(messages=tuple(messages), system=system, source="v.json", number=7)
 
 
-def encoded(case: dict[str, Any], folder: Path, **more: Any) -> tuple[Any, Family, DataStats]:
+def encode(case: dict[str, Any], folder: Path, **more: Any) -> tuple[Any, Family, DataStats]:
     result, options = family(case["family"]), dict(case["options"]) | more
-    most, stats = options.pop("image_max_pixels", 589824), DataStats()
+    max_pixels, stats = options.pop("image_max_pixels", 589824), DataStats()
     template = load_template(Options(template=case["template"], **options), result.tokenizer, family=result)
     configure_tokenizer(template, result.tokenizer)
-    (row,) = template.encode([example(folder, case["record"], most)], stats)
+    (row,) = template.encode([example(folder, case["record"], max_pixels)], stats)
     return row, result, stats
 
 
@@ -88,7 +90,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", [*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]], ids=name_of)
 def test_rows_match_llamafactory(case, folder):
-    row, result, _ = encoded(case, folder)
+    row, result, _ = encode(case, folder)
     assert row["input_ids"] == case["input_ids"]
     assert row["labels"] == case["labels"]
     images = images_of(row)
@@ -105,7 +107,7 @@ def test_rows_match_llamafactory(case, folder):
     "case", [c for c in (*GOLDEN["llamafactory"], *GOLDEN["upright_on_white"]) if c["tensors"]], ids=name_of
 )
 def test_upright_pixels_on_white_match_llamafactory(case, folder):
-    row, result, _ = encoded(case, folder)
+    row, result, _ = encode(case, folder)
     images = [result.prepare(image) for image in images_of(row)]
     pixels = np.asarray(result.processor(images=images, return_tensors="np")["pixel_values"], np.float64).ravel()
     ramp = (7919 * np.arange(len(pixels)) % 1009) / 1009 - 0.5
@@ -115,7 +117,7 @@ def test_upright_pixels_on_white_match_llamafactory(case, folder):
 
 
 @pytest.mark.parametrize("case", GOLDEN["trl"], ids=name_of)
-def test_rows_match_trl_except_for_learned_placeholders(case, folder):
+def test_rows_match_trl_except_for_trained_placeholders(case, folder):
     result = family(case["family"])
     options = PlainOptions(None, "keep_start", assistant_only=case["mode"] == "assistant")
     template, question = (
@@ -139,10 +141,10 @@ def test_placeholders_from_image_size_match_processor(case):
         assert result.ids(width, height).count(result.placeholder_id) == count, (width, height)
 
 
-def test_placeholders_are_never_learned(folder):
+def test_placeholders_are_never_trained_on(folder):
     for case in GOLDEN["not_to_match"]:
         if case["record"] in ("one", "in_answer"):
-            row, result, _ = encoded(case, folder)
+            row, result, _ = encode(case, folder)
             assert row["input_ids"] == case["input_ids"]
             assert row["labels"] != case["labels"]
             assert result.placeholder_id in case["labels"]
@@ -152,19 +154,19 @@ def test_placeholders_are_never_learned(folder):
 def test_image_is_never_truncated(folder):
     for case in GOLDEN["not_to_match"]:
         if "cutoff_len" in (case.get("options") or {}):
-            row, result, stats = encoded(case, folder)
+            row, result, stats = encode(case, folder)
             if row is None:
                 assert any("would split an image" in reason for reason in stats.records)
                 continue
-            whole = sum(image.end - image.begin for image in images_of(row))
-            assert row["input_ids"].count(result.placeholder_id) == whole
+            num_tokens = sum(image.end - image.begin for image in images_of(row))
+            assert row["input_ids"].count(result.placeholder_id) == num_tokens
 
 
 def test_text_is_truncated_before_an_image(folder):
     case = {"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "large", "options": {}}
-    row, _, _ = encoded(case, folder)
+    row, _, _ = encode(case, folder)
     (image,) = images_of(row)
-    shorter, _, _ = encoded(case, folder, cutoff_len=len(row["input_ids"]) - 4)
+    shorter, _, _ = encode(case, folder, cutoff_len=len(row["input_ids"]) - 4)
     assert len(shorter["input_ids"]) == len(row["input_ids"]) - 4
     assert images_of(shorter)[0].end - images_of(shorter)[0].begin == image.end - image.begin
 
@@ -188,7 +190,7 @@ def test_control_token_in_a_text_is_text(folder):
     assert row["input_ids"].count(result.placeholder_id) == 4
     plain = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result)
     (row,) = plain.encode([example(folder, "marks", raw=True)], DataStats())
-    assert row["input_ids"].count(result.placeholder_id) == sum(len(result.of(one)) for one in images_of(row))
+    assert row["input_ids"].count(result.placeholder_id) == sum(len(result.of(image)) for image in images_of(row))
 
 
 def test_template_of_another_family_is_rejected_naming_both_tokens():
@@ -213,14 +215,14 @@ def test_images_are_upright_and_on_white(folder):
 
 
 def test_image_hash_depends_on_file_and_limits(folder):
-    one = read_header(folder / "p1_64x48.png")
-    others = [read_header(folder / "p4_48x48.png"), replace(one, modified_ns=1), replace(one, max_pixels=9)]
-    assert len({one.identity, *(other.identity for other in others)}) == 4
-    assert ImageFile(**one.as_json()) == one
+    image = read_header(folder / "p1_64x48.png")
+    others = [read_header(folder / "p4_48x48.png"), replace(image, modified_ns=1), replace(image, max_pixels=9)]
+    assert len({image.identity, *(other.identity for other in others)}) == 4
+    assert ImageFile(**image.as_json()) == image
 
 
 def test_explain_shows_an_image_at_its_position(folder):
-    row, result, _ = encoded({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
+    row, result, _ = encode({"family": "qwen2_5_vl", "template": "qwen2_vl", "record": "two", "options": {}}, folder)
     pieces = pieces_of(row, result.tokenizer, result)
     described = [text for text, _, _ in pieces if text.startswith("[image")]
     assert [text.split("/")[-1] for text in described] == [
@@ -231,7 +233,7 @@ def test_explain_shows_an_image_at_its_position(folder):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize("size", ["20x9", "64x48", "300x220", "40x410"])
-def test_an_image_resized_before_the_processor_has_the_pixels_of_its_own_resize(tmp_path, name, size):
+def test_resizing_before_the_processor_gives_the_pixels_of_its_resize(tmp_path, name, size):
     result = family(name)
     image_models().write_images(tmp_path, [f"p3_{size}.png"])
     image = read_header(tmp_path / f"p3_{size}.png", min_pixels=1024)

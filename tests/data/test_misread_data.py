@@ -1,4 +1,4 @@
-"""Data that would be read as something else is rejected or counted in a message."""
+"""Data that would be misinterpreted is rejected or reported."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from bad_inputs import change, read_output, write
 from burnish import cli
 
-WORDS = ["train", "run.yaml", "max_steps=1", "save_strategy=no"]
+TRAIN = ["train", "run.yaml", "max_steps=1", "save_strategy=no"]
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -24,14 +24,14 @@ def save(tensors: dict[str, torch.Tensor]) -> None:
 
 def run_error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
-    assert cli.main([*WORDS, *argv]) == 2
+    assert cli.main([*TRAIN, *argv]) == 2
     assert not Path("out").exists()
     return read_output(capsys)[1]
 
 
-def runs(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     capsys.readouterr()
-    assert cli.main([*WORDS, *argv]) == 0
+    assert cli.main([*TRAIN, *argv]) == 0
     return "".join(read_output(capsys))
 
 
@@ -55,19 +55,19 @@ def test_custom_tokenizer_named_in_config_json_is_rejected(
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("mark", ["<image>", "<video>", "<audio>"])
+@pytest.mark.parametrize("placeholder", ["<image>", "<video>", "<audio>"])
 def test_image_placeholders_in_text_are_reported(
-    mark: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    placeholder: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"instruction": f"{mark} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
+    rows = [{"instruction": f"{placeholder} What is it?", "output": "A stone."}, {"instruction": "a", "output": "b"}]
     write("data/rows.json", rows * 2)
-    assert f"{mark} is tokenized as plain text" in (out := runs(capsys))
+    assert f"{placeholder} is tokenized as plain text" in (out := run(capsys))
     assert "2 of 4 examples (data/rows.json: 1, 3)" in out
 
 
 @pytest.mark.run
 @pytest.mark.parametrize(
-    ("record", "described"),
+    ("record", "entry"),
     [
         ({"instruction": "a", "output": "b", "system": "<image> and <audio>"},
          {"columns": {"prompt": "instruction", "response": "output", "system": "system"}}),
@@ -76,13 +76,13 @@ def test_image_placeholders_in_text_are_reported(
     ids=["system", "prompt"],
 )  # fmt: skip
 def test_every_placeholder_in_every_column_is_reported(
-    record: dict[str, str], described: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
+    record: dict[str, str], entry: Any, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write("data/rows.json", [record] * 4)
-    write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **described}})
-    output = runs(capsys)
-    for mark in ("<image>", "<audio>"):
-        assert f"{mark} is tokenized as plain text" in output
+    write("data/dataset_info.json", {"rows": {"file_name": "rows.json", **entry}})
+    output = run(capsys)
+    for placeholder in ("<image>", "<audio>"):
+        assert f"{placeholder} is tokenized as plain text" in output
 
 
 @pytest.mark.run
@@ -100,7 +100,7 @@ def test_json_in_a_text_file_is_rejected(content: str, user_folder: Path, capsys
     is_json = (content[0] == "[" and "{" in content) or content[:2] == "{\n"
     assert f"Rename it to rows.{'json' if is_json else 'jsonl'} to read" in err
     Path("data/rows.txt").write_text("red [green] {blue}\n{not json}\n", encoding="utf-8")
-    assert "its lines are JSON" not in runs(capsys, *argv, "output_dir=other")
+    assert "its lines are JSON" not in run(capsys, *argv, "output_dir=other")
 
 
 def call(name: Any, arguments: Any) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def test_invalid_tool_calls_are_reported(
     write("data/rows.json", [good, *rows])
     write("data/dataset_info.json", {"rows": {"file_name": "rows.json", "formatting": "sharegpt",
                                               "columns": {"messages": "conversations", "tools": "tools"}}})  # fmt: skip
-    assert message in runs(capsys)
+    assert message in run(capsys)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
@@ -141,13 +141,13 @@ def test_weights_without_required_scales_are_rejected(
 
 @pytest.mark.run
 def test_all_zero_weights_are_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = weights()
-    save({n: torch.zeros_like(t) for n, t in before.items()})
+    original = weights()
+    save({n: torch.zeros_like(t) for n, t in original.items()})
     capsys.readouterr()
-    assert cli.main(WORDS) == 2
+    assert cli.main(TRAIN) == 2
     assert "matrices contain only zeros" in read_output(capsys)[1]
-    save({n: torch.zeros_like(t) if n.endswith("0.mlp.down_proj.weight") else t for n, t in before.items()})
-    assert "1 of 16 matrices contain only zeros: model.layers.0.mlp.down_proj.weight." in runs(capsys)
+    save({n: torch.zeros_like(t) if n.endswith("0.mlp.down_proj.weight") else t for n, t in original.items()})
+    assert "1 of 16 matrices contain only zeros: model.layers.0.mlp.down_proj.weight." in run(capsys)
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])
@@ -163,7 +163,7 @@ def test_config_with_fewer_layers_than_weights_is_rejected(
 @pytest.mark.run
 def test_unused_tensor_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
-    assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in runs(capsys)
+    assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in run(capsys)
 
 
 def test_conversations_for_pretraining_are_rejected_with_the_remedy(
@@ -173,4 +173,4 @@ def test_conversations_for_pretraining_are_rejected_with_the_remedy(
     err = run_error(capsys, "stage=pt", "dataset=records.json")
     assert "a conversation instead of plain text: 4 of 4 examples" in err
     assert "Set columns: {prompt: <column with the text>}, or use stage: sft." in err
-    assert runs(capsys, "stage=pt", "dataset=records.json", 'columns={"prompt": "output"}')
+    assert run(capsys, "stage=pt", "dataset=records.json", 'columns={"prompt": "output"}')

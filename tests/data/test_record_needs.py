@@ -1,4 +1,4 @@
-"""Record types that a stage can request, and its additional columns."""
+"""The record types and additional columns that a stage can request."""
 
 import json
 from random import Random
@@ -151,19 +151,19 @@ def test_pair_whose_responses_begin_with_the_prompt_needs_no_prompt_column(colum
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, {"ranking": True}, "Remove ranking from its entry"),
     ],
 )  # fmt: skip
-def test_stage_that_needs_prompts_says_how_to_use_those_of_preferences(record, entry, remedy):
+def test_error_explains_how_to_use_prompts_of_preference_data(record, entry, remedy):
     options = DataOptions(dataset=["mine"], dataset_dir={"mine": {"records": [record] * 4, **entry}})
-    with pytest.raises(UserError, match=r"Expected: prompts\.") as caught:
+    with pytest.raises(UserError, match=r"Expected: prompts\.") as raised:
         load_datasets(options, 0, DataStats(), needs=RecordNeeds("prompts", stage="online_dpo"))
-    assert remedy in str(caught.value)
+    assert remedy in str(raised.value)
 
 
 @pytest.mark.parametrize("prompt", ["instruction", "question"])
 def test_pairs_with_a_prompt_that_columns_omit_are_rejected_with_its_name(prompt):
     rows = [{prompt: "Say red", "good": "red", "bad": "blue"}]
-    with pytest.raises(UserError, match='"columns" must contain "prompt"') as caught:
+    with pytest.raises(UserError, match='"columns" must contain "prompt"') as raised:
         pairs(rows, columns={"chosen": "good", "rejected": "bad"})
-    assert f'Add "prompt": "{prompt}" to "columns".' in str(caught.value)
+    assert f'Add "prompt": "{prompt}" to "columns".' in str(raised.value)
 
 
 @pytest.mark.parametrize("prompt", ["instruction", "question"])
@@ -180,7 +180,7 @@ def test_mismatched_response_is_the_nearest_preceding_one_with_another_text(seed
     texts = [random.choice("ab" if seed % 2 else "aaab") for _ in range(random.randrange(1, 9))]
     examples = [Example(prompt="p", completion=text, tag=True) for text in texts]
     expected = []
-    for place, text in enumerate(texts):
-        before = [texts[place - back] for back in range(1, len(texts))]  # wraps around
-        expected.append(next((other for other in before if other != text), text))
+    for index, text in enumerate(texts):
+        preceding = [texts[index - offset] for offset in range(1, len(texts))]  # wraps around
+        expected.append(next((other for other in preceding if other != text), text))
     assert [example.other for example in with_other_answers(examples)] == expected

@@ -20,7 +20,7 @@ from burnish.data.chat import rendering
 from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids, marked_ids, render
 
 LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
-POWER = "{% set x = 9 %}{{ x ** (x ** (x * 2)) }}"  # one instruction of Python, which no signal handler interrupts
+POWER = "{% set x = 9 %}{{ x ** (x ** (x * 2)) }}"  # a single bytecode instruction, which signals do not interrupt
 CHAT = [{"role": "user", "content": "你好 \ud800 <|im_end|>"}, {"role": "assistant", "content": None, "x": (1, 2)}]
 
 
@@ -30,12 +30,12 @@ def tokenizer() -> Any:
 
 
 def test_time_limit_ends_with_its_block(tokenizer: Any) -> None:
-    before = rendering._worker.limit_s
+    limit_s = rendering._worker.limit_s
     with (
         pytest.raises(UserError, match=r"took more than 0\.3 s"), rendering.limit_rendering(0.3)
     ):  # fmt: skip
         render(tokenizer, [Conversation(CHAT)], LOOPS)
-    assert rendering._worker.limit_s == before
+    assert rendering._worker.limit_s == limit_s
 
 
 @pytest.mark.parametrize("body", [LOOPS, POWER])
@@ -43,20 +43,20 @@ def test_endless_rendering_is_stopped_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
-    command: list[Exception] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
             render(tokenizer, [Conversation(CHAT)], body)
         except UserError as error:
-            command.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [str(error).partition(" to render ")[0] for error in command] == [
+    assert [str(error).partition(" to render ")[0] for error in errors] == [
         "the chat template took more than 0.3 s"
     ] * 2
     assert render(tokenizer, [Conversation(CHAT)], "{{ messages | length }}")[0].text == "2"
@@ -84,23 +84,23 @@ def test_rendering_error_belongs_to_its_conversation(tokenizer: Any, template: s
 def test_texts_and_ids_match_transformers(tokenizer: Any) -> None:
     chats = [[{"role": "user", "content": f"{n} ä 你"}, {"role": "assistant", "content": "Ja."}] for n in range(3)]
     conversations = [Conversation(chat, parts=[WHOLE, PROMPT, (1, True)]) for chat in chats]
-    wanted = []
+    expected = []
     for chat in chats:
         for part, is_prompt in ((chat, False), (chat, True), (chat[:1], True)):
-            wanted.append(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=is_prompt))
-    assert [each.text for each in render(tokenizer, conversations)] == wanted
+            expected.append(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=is_prompt))
+    assert [result.text for result in render(tokenizer, conversations)] == expected
     ids = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
     assert chat_ids(tokenizer, [Conversation(chat) for chat in chats]) == ids
 
 
 def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
-    marked = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
+    template = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}" \
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"  # fmt: skip
     chat = [{"role": role, "content": f"{role} says 你好 {n}"} for n in range(3) for role in ("user", "assistant")]
-    original, tokenizer.chat_template = tokenizer.chat_template, marked
+    original, tokenizer.chat_template = tokenizer.chat_template, template
     try:
-        wanted = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-        assert marked_ids(tokenizer, Conversation(chat)) == (wanted["input_ids"], wanted["assistant_masks"])
+        expected = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        assert marked_ids(tokenizer, Conversation(chat)) == (expected["input_ids"], expected["assistant_masks"])
     finally:
         tokenizer.chat_template = original
 
@@ -109,17 +109,17 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
 def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def text(word: str) -> str:
+    def render_text(word: str) -> str:
         return render(tokenizer, [Conversation([{"role": "user", "content": word}])], "{{ messages[0].content }}")[
             0
         ].text
 
-    assert text("a") == "a"
+    assert render_text("a") == "a"
     child = os.fork()
     if child == 0:
-        os._exit(0 if text("b") == "b" else 1)
+        os._exit(0 if render_text("b") == "b" else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert text("c") == "c"
+    assert render_text("c") == "c"
 
     class Interrupted:
         def __init__(self, file: Any) -> None:
@@ -132,15 +132,15 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     assert process is not None
     process.stdout, original = Interrupted(process.stdout), process.stdout  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        text("d")
+        render_text("d")
     assert process.wait(10) != 0
-    assert text("e") == "e"
+    assert render_text("e") == "e"
     assert original is not None
 
 
 @pytest.mark.run
 @pytest.mark.parametrize("code", ["print('Welcome!')", "raise ImportError('no such library')"])
-def test_library_that_prints_or_fails_at_its_import(
+def test_library_that_prints_or_fails_on_import(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -171,7 +171,7 @@ def _stop_worker() -> None:
 
 @pytest.mark.slow
 def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
-    """Killed in the middle of a rendering, burnish leaves nothing behind that goes on."""
+    """The worker ends even if the parent is killed during rendering."""
     script = f"""
 import time
 from transformers import AutoTokenizer
@@ -190,14 +190,14 @@ rendering.render(tokenizer, [rendering.Conversation(chat)], {LOOPS!r})
     time.sleep(0.2)
     child.kill()
     child.wait()
-    until = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_chat_templates_are_rendered_in_the_worker_only() -> None:
-    """The demo renders the template of its own model."""
+    """The demo is an exception: it renders the template of its own model."""
     package = Path(burnish.__file__).parent
     calls = {
         file.relative_to(package).as_posix()

@@ -55,9 +55,9 @@ def test_row_of_many_numbers_fills_a_block(tmp_path, monkeypatch):
 def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "BLOCK_ROWS", 2)
     write(RowWriter(tmp_path)).close()
-    second = store.read_rows_manifest(tmp_path)["blocks"][1]
+    second_block = store.read_rows_manifest(tmp_path)["blocks"][1]
     content = bytearray((tmp_path / BLOCKS).read_bytes())
-    content[second["end"] - 9] ^= 1
+    content[second_block["end"] - 9] ^= 1
     (tmp_path / BLOCKS).write_bytes(content)
     rows = open_rows(tmp_path)
     assert [rows[number] for number in (0, 1, 4)] == [EXPECTED[number] for number in (0, 1, 4)]
@@ -69,14 +69,14 @@ def test_only_reading_a_damaged_block_raises(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("[" * 200_000 + "]" * 200_000, "is nested too deeply"), ("[1", "is not valid JSON")]
+    ("text", "message"), [("[" * 200_000 + "]" * 200_000, "is nested too deeply"), ("[1", "is not valid JSON")]
 )
-def test_value_that_cannot_be_read_is_reported_with_its_folder(tmp_path, monkeypatch, text, why):
+def test_value_that_cannot_be_read_is_reported_with_its_folder(tmp_path, monkeypatch, text, message):
     monkeypatch.setattr(store, "_as_json", lambda value: text)
     writer = store.RowWriter(tmp_path)
     writer.add(0, {"input_ids": [1], "record": {"a": 1}})
     writer.close()
-    with pytest.raises(UserError, match=why) as caught:
+    with pytest.raises(UserError, match=message) as raised:
         store.open_rows(tmp_path)[0]
-    assert str(tmp_path) in str(caught.value)
-    assert '"record"' in str(caught.value)
+    assert str(tmp_path) in str(raised.value)
+    assert '"record"' in str(raised.value)

@@ -30,17 +30,17 @@ datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path, monkeypatch):
+def _working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("USE_MODELSCOPE_HUB", raising=False)
     (tmp_path / "data").mkdir()
 
 
-def data(name, records):
+def write_data(name, records):
     return str(write(Path("data") / name, records))
 
 
-def numbered(start, stop):
+def records_of(start, stop):
     return [alpaca_record(number, str(number)) for number in range(start, stop)]
 
 
@@ -48,7 +48,7 @@ def answers(examples):
     return [int(example.messages[-1].content) for example in examples]
 
 
-def in_memory(**sets):
+def as_info(**sets):
     return {name: {"records": records} for name, records in sets.items()}
 
 
@@ -57,7 +57,7 @@ def in_memory(**sets):
 
 @pytest.mark.parametrize("strategy", ["concat", "interleave_over"])
 def test_held_out_examples_that_are_also_trained_are_reported(strategy):
-    names = f"{data('a.json', numbered(0, 10))},{data('b.json', numbered(10, 60))}"
+    names = f"{write_data('a.json', records_of(0, 10))},{write_data('b.json', records_of(10, 60))}"
     sets = load(42, dataset=names, val_size=0.2, mix_strategy=strategy)
     number = len([answer for answer in answers(sets.eval[""]) if answer in answers(sets.train)])
     assert bool(number) is (strategy == "interleave_over")
@@ -67,17 +67,17 @@ def test_held_out_examples_that_are_also_trained_are_reported(strategy):
 
 def test_every_file_type_gives_the_same_records():
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    records = numbered(0, 3)
+    records = records_of(0, 3)
     table = pyarrow.Table.from_pylist(records)
     parquet.write_table(table, "data/a.parquet")
     with pyarrow.OSFile("data/stream.arrow", "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     with pyarrow.OSFile("data/file.arrow", "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    data("a.json", records)
-    data("a.jsonl", records)
-    data("lines.json", "\n\n".join(map(json.dumps, records)))
-    data("a.csv", "instruction,input,output\n" + "".join(f"{r['instruction']},,{r['output']}\n" for r in records))
+    write_data("a.json", records)
+    write_data("a.jsonl", records)
+    write_data("lines.json", "\n\n".join(map(json.dumps, records)))
+    write_data("a.csv", "instruction,input,output\n" + "".join(f"{r['instruction']},,{r['output']}\n" for r in records))
     result = {
         name: load(dataset=f"data/{name}")
         for name in ("a.json", "a.jsonl", "lines.json", "a.csv", "a.parquet", "stream.arrow", "file.arrow")
@@ -98,14 +98,14 @@ def test_nested_messages_survive_parquet():
 
 
 def test_csv_keeps_text_unchanged():
-    data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
+    write_data("a.csv", 'instruction,output\n007,"1,5 and\nmore"\n')
     assert role_contents(load(dataset="data/a.csv").train[0]) == [("user", "007"), ("assistant", "1,5 and\nmore")]
 
 
 @pytest.mark.parametrize("split", ["train[:10]", "train[:25%]", "train[30:]", "train[5:7]+train[-2:]"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_split_of_a_file_selects_the_records_that_datasets_would(split, streaming):
-    path = data("a.json", numbered(0, 40))
+    path = write_data("a.json", records_of(0, 40))
     expected = datasets.load_dataset("json", data_files=path, split=split, cache_dir="cache")["output"]
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "split": split}})
     options = {"dataset": "a", "streaming": streaming}
@@ -114,49 +114,49 @@ def test_split_of_a_file_selects_the_records_that_datasets_would(split, streamin
 
 
 @pytest.mark.parametrize("split", ["test", "train[", "validation[:3]"])
-def test_other_split_of_a_file_is_refused(split):
-    data("a.json", numbered(0, 4))
+def test_other_split_of_a_file_is_rejected(split):
+    write_data("a.json", records_of(0, 4))
     write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "split": split}})
     assert 'the "split" of a local file must be train, or a part of it.' in load_error(dataset="a")
 
 
 def test_text_is_split_into_lines_as_in_datasets():
     text = "one\r\ntwo\n\n three\x0bthree\u2028three \rfour\n"
-    data("a.txt", text.encode())
+    write_data("a.txt", text.encode())
     expected = datasets.load_dataset("text", data_files="data/a.txt", split="train", cache_dir="cache")["text"]
     assert [example.text for example in load(dataset="data/a.txt").train] == list(expected)
 
 
 def test_folder_is_read_in_file_name_order():
-    data("set/b.json", numbered(5, 8))
-    data("set/a.jsonl", numbered(0, 5))
-    data("set/README.md", "about")
+    write_data("set/b.json", records_of(5, 8))
+    write_data("set/a.jsonl", records_of(0, 5))
+    write_data("set/README.md", "about")
     sets = load(dataset="data/set")
     assert answers(sets.train) == list(range(8))
     assert sets.train[5].place == "data/set/b.json, record 1"
 
 
 def test_folder_saved_by_datasets_is_read():
-    datasets.Dataset.from_list(numbered(0, 4)).save_to_disk("data/saved")
+    datasets.Dataset.from_list(records_of(0, 4)).save_to_disk("data/saved")
     assert answers(load(dataset="data/saved").train) == [0, 1, 2, 3]
 
 
 def test_example_knows_its_file_and_record():
-    data("a.json", numbered(0, 3))
+    write_data("a.json", records_of(0, 3))
     write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})
     assert [example.place for example in load(dataset="mine").train][2] == "data/a.json, record 3"
 
 
 def test_names_paths_and_folder_files_can_be_mixed():
-    data("a.json", numbered(0, 2))
-    write(Path("elsewhere/b.json"), numbered(2, 4))
-    data("c.json", numbered(4, 6))
+    write_data("a.json", records_of(0, 2))
+    write(Path("elsewhere/b.json"), records_of(2, 4))
+    write_data("c.json", records_of(4, 6))
     write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})
     assert answers(load(dataset="mine,elsewhere/b.json,c.json").train) == list(range(6))
 
 
 def test_dict_from_python_describes_datasets():
-    path = write(Path("elsewhere/b.json"), numbered(0, 2))
+    path = write(Path("elsewhere/b.json"), records_of(0, 2))
     assert answers(load(dataset="mine", dataset_dir={"mine": {"file_name": str(path)}}).train) == [0, 1]
 
 
@@ -165,12 +165,12 @@ def test_dict_from_python_describes_datasets():
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Requests to the Hugging Face hub; every data set there holds three records."""
+    """The recorded requests to the Hugging Face hub. Each data set there has three records."""
     requests = []
 
     def load_dataset(path, **more):
         requests.append({"path": path, **more})
-        return datasets.Dataset.from_list(numbered(0, 3))
+        return datasets.Dataset.from_list(records_of(0, 3))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return requests
@@ -188,9 +188,9 @@ def test_entry_with_hub_url_is_loaded_through_datasets(hub):
     "dataset_dir", ["ONLINE", "REMOTE:someone/sets", {"someone/set": {"hf_hub_url": "someone/set"}}], ids=str
 )
 def test_hub_is_not_queried_for_complete_error_lists(hub, dataset_dir):
-    local = [] if isinstance(dataset_dir, str) else [data("a.json", numbered(0, 2))]
-    assert len(load(searches_hubs=False, dataset=["someone/set", *local], dataset_dir=dataset_dir).train) == 2 * len(
-        local
+    paths = [] if isinstance(dataset_dir, str) else [write_data("a.json", records_of(0, 2))]
+    assert len(load(searches_hubs=False, dataset=["someone/set", *paths], dataset_dir=dataset_dir).train) == 2 * len(
+        paths
     )
     assert hub == []
 
@@ -211,7 +211,7 @@ def test_modelscope_is_used_if_environment_selects_it(hub, monkeypatch):
             return MsDataset()
 
         def to_hf_dataset(self):
-            return datasets.Dataset.from_list(numbered(0, 2))
+            return datasets.Dataset.from_list(records_of(0, 2))
 
     entry = {"hf_hub_url": "someone/set", "ms_hub_url": "other/set"}
     monkeypatch.setitem(sys.modules, "modelscope", types.SimpleNamespace(MsDataset=MsDataset))
@@ -264,7 +264,7 @@ def test_cloud_store_with_missing_library_is_rejected_by_name(monkeypatch):
 def test_cloud_store_file_is_read_and_its_errors_are_reported():
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
-    store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, numbered(0, 3))).encode())
+    store.pipe("/bucket/a.jsonl", "\n".join(map(json.dumps, records_of(0, 3))).encode())
     store.pipe("/bucket/b.jsonl", b"{broken")
     sets = load(dataset="mine", dataset_dir={"mine": {"cloud_file_name": "memory://bucket/a.jsonl"}})
     assert answers(sets.train) == [0, 1, 2]
@@ -278,21 +278,21 @@ def test_cloud_store_file_is_read_and_its_errors_are_reported():
 
 
 def test_max_samples_takes_first_records_of_each_dataset():
-    sets = in_memory(a=numbered(0, 10), b=numbered(10, 12), c=numbered(20, 30))
+    sets = as_info(a=records_of(0, 10), b=records_of(10, 12), c=records_of(20, 30))
     assert answers(load(dataset="a,b,c", dataset_dir=sets, max_samples=3).train) == [0, 1, 2, 10, 11, 20, 21, 22]
 
 
 def test_records_beyond_max_samples_are_not_read():
-    data("a.jsonl", "\n".join([*map(json.dumps, numbered(0, 30)), "{broken"]))
+    write_data("a.jsonl", "\n".join([*map(json.dumps, records_of(0, 30)), "{broken"]))
     assert len(load(dataset="data/a.jsonl", max_samples=30).train) == 30
 
 
 def test_num_samples_samples_rows_and_repeats_if_too_few():
-    """The rows that numpy's global generator gives after numpy.random.seed(seed), which is how LLaMA-Factory draws."""
+    """As in LLaMA-Factory, numpy's global generator draws the rows after numpy.random.seed(seed)."""
     numpy.random.seed(7)
     few = numpy.random.permutation(10)[:4].tolist()
     many = [*numpy.random.permutation(3).tolist(), *numpy.random.choice(3, 4).tolist()]
-    info = {"a": {"records": numbered(0, 10), "num_samples": 4}, "b": {"records": numbered(0, 3), "num_samples": 7}}
+    info = {"a": {"records": records_of(0, 10), "num_samples": 4}, "b": {"records": records_of(0, 3), "num_samples": 7}}
     assert answers(load(7, dataset="a,b", dataset_dir=info).train) == few + many
     assert sample_rows(5, 5, numpy.random.RandomState(0)) != [0, 1, 2, 3, 4]
 
@@ -303,12 +303,12 @@ def test_split_matches_datasets(num_rows, val_size, seed):
     expected = datasets.Dataset.from_dict({"row": list(range(num_rows))}).train_test_split(
         test_size=val_size, seed=seed
     )
-    learned, held_out = split_rows(num_rows, val_size, seed)
-    assert (learned, held_out) == (list(expected["train"]["row"]), list(expected["test"]["row"]))
+    trained, held_out = split_rows(num_rows, val_size, seed)
+    assert (trained, held_out) == (list(expected["train"]["row"]), list(expected["test"]["row"]))
 
 
 def test_val_size_of_a_tenth_holds_out_a_tenth():
-    sets = load(42, dataset="a", dataset_dir=in_memory(a=numbered(0, 1000)), val_size=0.1)
+    sets = load(42, dataset="a", dataset_dir=as_info(a=records_of(0, 1000)), val_size=0.1)
     assert (len(sets.train), len(sets.eval[""])) == (900, 100)
     assert sorted(answers(sets.train) + answers(sets.eval[""])) == list(range(1000))
 
@@ -320,8 +320,8 @@ STRATEGIES = {
 }
 
 
-def each_once():
-    """Tell whether the datasets that is installed deals each row once where it is asked to; before 4.8 it did not."""
+def interleaves_each_row_once():
+    """Tell whether the installed datasets supports interleaving that uses each row once, which version 4.8 added."""
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate((2, 1))]
     try:
         partitioned = datasets.interleave_datasets(sets, stopping_strategy=STRATEGIES["interleave_once"])
@@ -334,8 +334,8 @@ def each_once():
 @pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 @pytest.mark.parametrize("lengths", representative([[3, 4, 5], [5, 5, 1], [700, 40, 2000]], 2))
 def test_interleaved_datasets_match_order_of_datasets(strategy, probabilities, lengths):
-    if strategy == "interleave_once" and not each_once():
-        pytest.skip("needs a datasets that deals each row once")
+    if strategy == "interleave_once" and not interleaves_each_row_once():
+        pytest.skip("needs datasets 4.8, which interleaves each row once")
     sets = [datasets.Dataset.from_dict({"row": [f"{i}.{row}" for row in range(n)]}) for i, n in enumerate(lengths)]
     expected = datasets.interleave_datasets(sets, probabilities, seed=11, stopping_strategy=STRATEGIES[strategy])
     result = [f"{index}.{row}" for index, row in merged_order(lengths, strategy, probabilities, seed=11)]
@@ -343,29 +343,29 @@ def test_interleaved_datasets_match_order_of_datasets(strategy, probabilities, l
 
 
 def test_datasets_are_mixed_according_to_options():
-    sets = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    sets = as_info(a=records_of(0, 3), b=records_of(10, 12))
     assert answers(load(dataset="a,b", dataset_dir=sets).train) == [0, 1, 2, 10, 11]
     mixed = load(dataset="a,b", dataset_dir=sets, mix_strategy="interleave_once")
     assert answers(mixed.train) == [0, 10, 1, 11, 2]
-    drawn = [
+    by_seed = [
         load(seed, dataset="a,b", dataset_dir=sets, mix_strategy="interleave_over", interleave_probs="0.5,0.5")
         for seed in (1, 2)
     ]
-    assert answers(drawn[0].train) != answers(drawn[1].train)
+    assert answers(by_seed[0].train) != answers(by_seed[1].train)
 
 
 def test_eval_datasets_are_merged_or_kept_separate():
-    data("d.json", numbered(30, 31))
-    info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    write_data("d.json", records_of(30, 31))
+    info = as_info(a=records_of(0, 3), b=records_of(10, 12))
     merged_sets = load(dataset="a", eval_dataset="a,b", dataset_dir=info)
     assert {name: answers(examples) for name, examples in merged_sets.eval.items()} == {"": [0, 1, 2, 10, 11]}
-    apart = load(dataset="a", eval_dataset="a,b,data/d.json", dataset_dir=info, eval_on_each_dataset=True)
-    assert {name: len(examples) for name, examples in apart.eval.items()} == {"a": 3, "b": 2, "d": 1}
+    separate = load(dataset="a", eval_dataset="a,b,data/d.json", dataset_dir=info, eval_on_each_dataset=True)
+    assert {name: len(examples) for name, examples in separate.eval.items()} == {"a": 3, "b": 2, "d": 1}
 
 
 def test_statistics_count_every_record_read():
     stats = DataStats()
-    info = in_memory(a=numbered(0, 3), b=numbered(10, 12))
+    info = as_info(a=records_of(0, 3), b=records_of(10, 12))
     load(stats=stats, dataset="a", eval_dataset="b", dataset_dir=info)
     assert stats.seen == 5
 
@@ -374,10 +374,10 @@ def test_statistics_count_every_record_read():
 
 
 def test_fingerprint_depends_on_content_and_order_but_not_file_name():
-    first, second = data("a.json", numbered(0, 3)), data("b.jsonl", numbered(0, 3))
+    first, second = write_data("a.json", records_of(0, 3)), write_data("b.jsonl", records_of(0, 3))
     assert load(dataset=first).fingerprint == load(dataset=second).fingerprint
-    assert load(dataset=data("c.json", numbered(0, 3)[::-1])).fingerprint != load(dataset=first).fingerprint
-    assert load(dataset=data("d.json", numbered(0, 2))).fingerprint != load(dataset=first).fingerprint
+    assert load(dataset=write_data("c.json", records_of(0, 3)[::-1])).fingerprint != load(dataset=first).fingerprint
+    assert load(dataset=write_data("d.json", records_of(0, 2))).fingerprint != load(dataset=first).fingerprint
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,10 @@ def test_fingerprint_depends_on_content_and_order_but_not_file_name():
 )  # fmt: skip
 def test_fingerprint_depends_on_every_part_of_an_example(change):
     record = {**sharegpt_record(("human", "q"), ("gpt", "a")), "system": "", "tools": ""}
-    before, after = (load(dataset=data("a.json", [one])).fingerprint for one in (record, {**record, **change}))
+    before, after = (
+        load(dataset=write_data("a.json", [changed_record])).fingerprint
+        for changed_record in (record, {**record, **change})
+    )
     assert before != after
 
 
@@ -411,10 +414,10 @@ def test_fingerprint_depends_on_every_part_of_an_example(change):
 )
 def test_real_files_read_equally_as_entry_and_as_path(golden_folder, name, count, entry):
     path = golden_folder / "sets" / name
-    described = load(dataset="set", dataset_dir={"set": {"file_name": str(path), **entry}})
-    bare = load(dataset=str(path))
-    assert len(described.train) == len(bare.train) == count
-    assert described.fingerprint == bare.fingerprint
+    from_entry = load(dataset="set", dataset_dir={"set": {"file_name": str(path), **entry}})
+    from_path = load(dataset=str(path))
+    assert len(from_entry.train) == len(from_path.train) == count
+    assert from_entry.fingerprint == from_path.fingerprint
 
 
 def test_four_real_files_load_together(golden_folder):
@@ -433,12 +436,12 @@ def test_four_real_files_load_together(golden_folder):
 
 
 def test_hash_of_examples_covers_every_part_of_a_message():
-    def hashed(content, **more):
+    def hash_of(content, **more):
         return content_hash([Example(messages=(Message("user", content, **more),))])
 
     image = [(ContentPart("text", "look"), ContentPart("image", path)) for path in ("a.png", "b.png")]
     result = {
-        hashed("look"), hashed("parts"), *map(hashed, image), hashed((ContentPart("text", "look"),)),
-        hashed("look", raw={"role": "user", "content": "look"}), hashed(str(image[0])),
+        hash_of("look"), hash_of("parts"), *map(hash_of, image), hash_of((ContentPart("text", "look"),)),
+        hash_of("look", raw={"role": "user", "content": "look"}), hash_of(str(image[0])),
     }  # fmt: skip
     assert len(result) == 7

@@ -8,7 +8,7 @@ from burnish.loop.types import Example
 EXAMPLE = Example(messages=(), source="d.json", number=3)
 
 
-def counted(*reasons):
+def stats_of(*reasons):
     stats = DataStats(seen=5)
     for reason in reasons:
         stats.add(reason, EXAMPLE)
@@ -17,19 +17,19 @@ def counted(*reasons):
 
 def test_reason_keeps_its_kind_across_processes_and_files():
     reason = drop_reason("longer than {limit}", is_length=True).format(limit="cutoff_len")
-    for again in (pickle.loads(pickle.dumps(reason)), *DataStats.from_json(counted(reason).to_json()).records):
-        assert (again, again.kind, again.is_length) == ("dropped: longer than cutoff_len", "dropped", True)
+    for copy in (pickle.loads(pickle.dumps(reason)), *DataStats.from_json(stats_of(reason).to_json()).records):
+        assert (copy, copy.kind, copy.is_length) == ("dropped: longer than cutoff_len", "dropped", True)
 
 
 def test_kind_does_not_depend_on_wording():
-    stats = counted(RecordReason("gone", "dropped"), RecordReason("dropped: cutoff_len", "kept"))
+    stats = stats_of(RecordReason("gone", "dropped"), RecordReason("dropped: cutoff_len", "kept"))
     assert stats.drop_reasons([EXAMPLE]) == ["gone"]
     assert not stats.has_truncated
-    assert counted(RecordReason("shorter", "truncated", is_length=True)).has_truncated
+    assert stats_of(RecordReason("shorter", "truncated", is_length=True)).has_truncated
 
 
 def test_each_reason_has_one_line():
-    assert counted(keep_reason("a response is empty"), truncation_reason("messages shortened")).sentences() == [
+    assert stats_of(keep_reason("a response is empty"), truncation_reason("messages shortened")).sentences() == [
         "kept: a response is empty: 1 of 5 examples (d.json: 3)",
         "truncated: messages shortened: 1 of 5 examples (d.json: 3)",
     ]

@@ -1,4 +1,4 @@
-"""Streamed records and rows: random access to files of each type, with examples and rows made on access."""
+"""Streamed records and rows: random access to files of each type, with examples and rows created on access."""
 
 import csv
 import io
@@ -23,14 +23,14 @@ from dataset_helpers import alpaca_record, data_options, load, write
 LINES = [json.dumps({"text": f"line {number} é", "n": [number]}, ensure_ascii=False) for number in range(12)]
 FILES = {
     "lines": "\n".join(LINES),
-    "a line end behind the last": "\n".join(LINES) + "\n",
+    "a trailing line end": "\n".join(LINES) + "\n",
     "blank lines and Windows line ends": "\r\n \r\n".join(LINES) + "\r\n\r\n",
     "a byte order mark": "\ufeff" + "\n".join(LINES),
     "a list": "[" + ", ".join(LINES) + "]",
-    "a list over lines": json.dumps([json.loads(line) for line in LINES], indent=2) + "\n\n",
-    "a list behind a byte order mark": "\ufeff \n[" + ",\n".join(LINES) + "\n]",
+    "a list on several lines": json.dumps([json.loads(line) for line in LINES], indent=2) + "\n\n",
+    "a list after a byte order mark": "\ufeff \n[" + ",\n".join(LINES) + "\n]",
     "an empty list": "[ ]",
-    "nothing": "",
+    "an empty file": "",
 }
 
 
@@ -98,14 +98,14 @@ def test_index_reports_the_invalid_line_it_meets(tmp_path):
 @pytest.mark.parametrize("text", ['[{"a": 1} {"a": 2}]', '[{"a": 1}, {"a": ', '[{"a": 1},]', "[1"])
 def test_invalid_list_is_rejected_as_by_reading(tmp_path, text):
     path = write(tmp_path / "a.json", text)
-    with pytest.raises(UserError) as read:
+    with pytest.raises(UserError) as expected:
         list(read_records(path))
     with pytest.raises(UserError) as indexed:
         open_table(path)
-    assert indexed.value.problems == read.value.problems
+    assert indexed.value.problems == expected.value.problems
 
 
-def streamed(**options):
+def load_streamed(**options):
     return load_datasets(data_options(streaming=True, **options), 7, DataStats(), may_stream=True)
 
 
@@ -119,23 +119,23 @@ def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, optio
     a = write(tmp_path / "a.jsonl", [alpaca_record(number) for number in range(7)])
     b = write(tmp_path / "b.json", [alpaca_record(number) for number in range(100, 104)])
     info = {"a": {"file_name": str(a)}, "b": {"file_name": str(b), "num_samples": 6}}
-    named = {"dataset": ["a", "b"], "dataset_dir": info, **options}
-    lazily, loaded = streamed(**named), load(seed=7, **named)
-    assert list(lazily.train) == list(loaded.train)
-    assert {name: list(some) for name, some in lazily.eval.items()} == {
-        n: list(some) for n, some in loaded.eval.items()
+    settings = {"dataset": ["a", "b"], "dataset_dir": info, **options}
+    streamed, loaded = load_streamed(**settings), load(seed=7, **settings)
+    assert list(streamed.train) == list(loaded.train)
+    assert {name: list(examples) for name, examples in streamed.eval.items()} == {
+        n: list(examples) for n, examples in loaded.eval.items()
     }
-    assert lazily.notes == loaded.notes
+    assert streamed.notes == loaded.notes
 
 
 def test_invalid_record_is_reported_when_it_is_read(tmp_path):
     path = write(tmp_path / "a.jsonl", [alpaca_record(number, 5 if number == 30 else "yes") for number in range(40)])
-    train = streamed(dataset=str(path)).train
+    train = load_streamed(dataset=str(path)).train
     assert len(train.make(range(30), DataStats())) == 30
     with pytest.raises(UserError, match=r'a.jsonl, record 31 \(line 31\): "output" must be a string'):
         train.make([30], DataStats())
     stats = DataStats()
-    assert streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], stats)[1] is None
+    assert load_streamed(dataset=str(path), on_bad_record="drop").train.make([29, 30], stats)[1] is None
     assert stats.sentences() == [f"dropped: a column is missing or of the wrong type: 1 of 2 examples ({path}: 31)"]
 
 
@@ -143,7 +143,7 @@ def test_invalid_record_is_reported_when_it_is_read(tmp_path):
 
 
 def number_rows(count):
-    """Rows that hold their number, none for every fifth."""
+    """Return streamed rows that consist of their number. Multiples of five have no row."""
 
     def encode(examples, stats):
         for example in examples:
@@ -161,29 +161,29 @@ def test_each_example_is_counted_once_for_repeated_rows():
     rows.__getitems__([0, 1, 5])
     rows.__getitems__([1, 5, 6])
     rows.__getitems__([0, 5])
-    counted = rows.statistics()
-    assert counted.seen == 4
-    assert counted.records == {"dropped: a fifth": [("a", 0), ("a", 5)]}
+    stats = rows.statistics()
+    assert stats.seen == 4
+    assert stats.records == {"dropped: a fifth": [("a", 0), ("a", 5)]}
 
 
 def test_example_without_row_has_no_weight_and_shifts_no_other_row():
-    flat = RowLoader(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
-    flat.options.train_sampling_strategy = "sequential"
-    groups = list(flat.step_batches())
-    labels = [[learned(batch) for batch in group.batches] for group in groups]
+    loader = RowLoader(number_rows(12), batch_of, StepPartition(2, 2), seed=0)
+    loader.options.train_sampling_strategy = "sequential"
+    groups = list(loader.step_batches())
+    labels = [[first_labels(batch) for batch in group.batches] for group in groups]
     assert labels == [[[1], [2, 3]], [[4], [6, 7]], [[8, 9], [11]]]
     assert [group.cursor["position"] for group in groups] == [4, 8, 12]
 
 
 def test_micro_batch_without_rows_is_blank():
-    stream = RowLoader(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
-    stream.options.train_sampling_strategy = "sequential"
-    assert [learned(group.batches[0]) for group in stream.step_batches()] == [[], [1], [2], [3], [4], []]
+    loader = RowLoader(number_rows(6), batch_of, StepPartition(1, 1), seed=0)
+    loader.options.train_sampling_strategy = "sequential"
+    assert [first_labels(group.batches[0]) for group in loader.step_batches()] == [[], [1], [2], [3], [4], []]
 
 
 def batch_of(rows):
     return collate_padded([{**row, "labels": row["labels"] + row["input_ids"][1:]} for row in rows], pad_id=0)
 
 
-def learned(batch):
+def first_labels(batch):
     return [row[0] for row in batch["labels"].tolist() if row[0] != IGNORE_INDEX]

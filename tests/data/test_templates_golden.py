@@ -18,14 +18,14 @@ from template_cases import FAST_TEMPLATES, template_options, to_chat_messages
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
-# No golden row is exempt: of what LLaMA-Factory is known to do wrong, the rows show only that template "empty" trains
-# no eos, and burnish does the same where that template is named (docs/decisions/0010-chat-templates-as-data.md).
+# No golden row is exempt: of LLaMA-Factory's known bugs, they show only that template "empty" trains no EOS token,
+# which burnish does too if that template is selected (docs/decisions/0010-chat-templates-as-data.md).
 EXEMPT: set[tuple[str, str]] = set()
 
 
-def options(name, **overrides):
-    """As the golden rows need them: their tokenizer lacks some templates' control tokens, hence "split"."""
-    return template_options(template=name, missing_control_tokens="split", **overrides)
+def options(name, **conversation):
+    """Return the options for golden rows, whose tokenizer lacks control tokens of some templates."""
+    return template_options(template=name, missing_control_tokens="split", **conversation)
 
 
 def read_alpaca(record):
@@ -75,19 +75,19 @@ def test_named_template_gives_golden_rows(name, rows):
         template = load_template(options(name, truncation=truncation, **row["options"]), tokenizer)
         configure_tokenizer(template, tokenizer)
         stats = DataStats()
-        made = template.encode([examples()[row["case"]]], stats)[0]
+        result = template.encode([examples()[row["case"]]], stats)[0]
         where = (row["case"], row["options"])
         if row.get("dropped"):
-            assert made is None, where
+            assert result is None, where
             assert sum(count for _, count in stats) == 1, where
         else:
-            assert made is not None, where
-            assert made["input_ids"] == row["input_ids"], where
-            assert made["labels"] == row["labels"], where
+            assert result is not None, where
+            assert result["input_ids"] == row["input_ids"], where
+            assert result["labels"] == row["labels"], where
 
 
 def test_template_table_matches_llamafactory_except_two_bugs():
-    """phi_small's prefix names a token that LLaMA-Factory never writes; granite4's observation lacks a header's end."""
+    """LLaMA-Factory drops the token in phi_small's prefix and the end of a header in granite4's observation."""
     theirs = json.loads((GOLDEN / "peer_templates.json").read_text(encoding="utf-8"))
     kinds = {"bos_token": "bos", "eos_token": "eos"}
 
@@ -123,10 +123,10 @@ def test_fitted_tokenizer_matches_golden_data(name, expected):
     assert any("EOS token changed" in note for note in notes) == (expected["eos_token"] != "</s>")
 
 
-# Where no control token stands between two slots, the text is the same and a token may span the border: the space that
-# ends "[/INST] " and the word after it are one token of the text, and two where each slot is tokenized by itself, as
-# training does. Of the 124 templates that shows in these, some only because this tokenizer lacks their control tokens.
-SPANNED = {
+# If no control token separates two slots, a token of the whole text can span both: the space at the end of "[/INST] "
+# and the next word are one token, but two if each slot is tokenized separately, as in training. The golden
+# conversations show this for these templates, in some only because this tokenizer lacks their control tokens.
+WITH_SPANNING_TOKENS = {
     "bailing", "breeze", "empty", "ernie_nothink", "fewshot", "gpt_oss", "hy_dense_1_8b", "hy_dense_7b", "index",
     "solar", "yuan",
 }  # fmt: skip
@@ -139,14 +139,14 @@ def test_saved_chat_template_renders_golden_conversations(name):
     template = load_template(options(name), tokenizer)
     configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
-    differs = False
-    for overrides in examples().values():
-        row = template.encode([overrides], DataStats())[0]
+    is_different = False
+    for conversation in examples().values():
+        row = template.encode([conversation], DataStats())[0]
         if row is not None:
-            tools = json.loads(overrides.tools) if overrides.tools else None
+            tools = json.loads(conversation.tools) if conversation.tools else None
             ids = tokenizer.apply_chat_template(
-                to_chat_messages(overrides, table()[name]), tools=tools, return_dict=False
+                to_chat_messages(conversation, table()[name]), tools=tools, return_dict=False
             )
-            assert tokenizer.decode(ids) == tokenizer.decode(row["input_ids"]), overrides.source
-            differs = differs or ids != row["input_ids"]
-    assert differs == (name in SPANNED)
+            assert tokenizer.decode(ids) == tokenizer.decode(row["input_ids"]), conversation.source
+            is_different = is_different or ids != row["input_ids"]
+    assert is_different == (name in WITH_SPANNING_TOKENS)

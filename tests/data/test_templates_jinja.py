@@ -15,16 +15,16 @@ from template_cases import CONVERSATIONS, FAST_TEMPLATES, byte_tokenizer, exampl
 THINKING = [{}, {"mask_history": True}, {"enable_thinking": False}, {"enable_thinking": None, "mask_history": True}]
 
 
-def trained(name, tokenizer, **options):
-    """The template over the tokenizer, which is left as it would be saved."""
+def load_and_save(name, tokenizer, **options):
+    """Load a template and set the tokenizer's chat template as it is saved after training."""
     template = load_template(template_options(template=name, **options), tokenizer)
     configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     return template
 
 
-def cannot_be_written(label, spec):
-    """The cases that some templates drop: parallel calls in glm4's format, calls behind words that are not theirs."""
+def is_unsupported(label, spec):
+    """Tell whether a template drops this case: several calls in glm4's format, calls after words of other templates."""
     return {
         "tools at once": spec.tool_format == "glm4",
         "tool after a thought": spec.thought_words != ("<think>\n", "\n</think>\n\n"),
@@ -38,21 +38,23 @@ def test_saved_chat_template_renders_trained_tokens(name):
     spec = table()[name]
     tokenizer = byte_tokenizer()
     for options in THINKING if name in ("qwen3", "glm4_7", "gpt_oss", "gemma4") else THINKING[:1]:
-        template = trained(name, tokenizer, **options)
+        template = load_and_save(name, tokenizer, **options)
         for label, case in CONVERSATIONS.items():
             row = template.encode([example(case)], DataStats())[0]
             if row is None:
-                assert cannot_be_written(label, spec)
+                assert is_unsupported(label, spec)
                 continue
             tools = [function_schema(tool) for tool in json.loads(case["tools"])] if case["tools"] else None
             if spec.tool_list_format in ("phi4_mini", "seed_oss") and tools:
-                tools = json.loads(case["tools"])  # they repeat the list as it is, wrapped or bare
+                tools = json.loads(case["tools"])  # they print each tool as it is, with or without "type": "function"
             chat = to_chat_messages(example(case), spec)
-            made = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-            assert made["input_ids"] == row["input_ids"], label
+            result = tokenizer.apply_chat_template(
+                chat, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert result["input_ids"] == row["input_ids"], label
             if not spec.efficient_eos and not options.get("mask_history"):
-                # An efficient_eos row learns eos at a place that holds another token, which no mask can say.
-                assert [bool(m) for m in made["assistant_masks"]] == [i != -100 for i in row["labels"]], label
+                # With efficient_eos, the label EOS is at the position of another token, which no mask can represent.
+                assert [bool(m) for m in result["assistant_masks"]] == [i != -100 for i in row["labels"]], label
             prompt = tokenizer.apply_chat_template(
                 chat[:-1], tools=tools, add_generation_prompt=True, return_dict=False
             )
@@ -67,44 +69,44 @@ def test_response_header_is_rendered_only_on_request():
         "alpaca": "\n\n### Response:\n",
         "default": "Assistant:",
     }.items():
-        trained(name, tokenizer)
+        load_and_save(name, tokenizer)
         without = tokenizer.apply_chat_template(requests, tokenize=False)
         assert tokenizer.apply_chat_template(requests, tokenize=False, add_generation_prompt=True) == without + header
 
 
 def test_results_of_several_tools_are_one_message():
     tokenizer = byte_tokenizer()
-    trained("qwen", tokenizer)
+    load_and_save("qwen", tokenizer)
     chat = [{"role": "user", "content": "hi"}, *({"role": "tool", "content": text} for text in ("one", "two"))]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    joined = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
-    assert f"<|im_start|>user\n{joined}<|im_end|>\n" in text
+    expected = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    assert f"<|im_start|>user\n{expected}<|im_end|>\n" in text
     assert text.count("<|im_start|>user") == 2
 
 
 def test_role_without_slots_is_rejected_by_name():
     tokenizer = byte_tokenizer()
-    trained("qwen", tokenizer)
+    load_and_save("qwen", tokenizer)
     with pytest.raises(Exception, match="does not support the role critic"):
         tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
 
 
 def test_thinking_can_be_disabled_at_inference():
     tokenizer = byte_tokenizer()
-    trained("qwen3", tokenizer)
+    load_and_save("qwen3", tokenizer)
     options = {"conversation": [{"role": "user", "content": "hi"}], "tokenize": False, "add_generation_prompt": True}
     assert tokenizer.apply_chat_template(**options).endswith("assistant\n")
     assert tokenizer.apply_chat_template(**options, enable_thinking=False).endswith(
         "assistant\n<think>\n\n</think>\n\n"
     )
-    trained("qwen3", tokenizer, enable_thinking=False)
+    load_and_save("qwen3", tokenizer, enable_thinking=False)
     assert tokenizer.apply_chat_template(**options).endswith("assistant\n<think>\n\n</think>\n\n")
     assert tokenizer.apply_chat_template(**options, enable_thinking=True).endswith("assistant\n")
 
 
 def test_unsupported_parallel_calls_are_rejected_by_encoder_and_jinja_template():
     tokenizer = byte_tokenizer()
-    template = trained("glm4", tokenizer)
+    template = load_and_save("glm4", tokenizer)
     case = CONVERSATIONS["tools at once"]
     stats = DataStats()
     assert template.encode([example(case)], stats) == [None]
@@ -119,7 +121,7 @@ def test_unsupported_parallel_calls_are_rejected_by_encoder_and_jinja_template()
 
 def test_text_in_parts_is_rendered_as_text():
     tokenizer = byte_tokenizer()
-    template = trained("llama3", tokenizer)
+    template = load_and_save("llama3", tokenizer)
     chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "ho"}]
     row = template.encode([Example((Message("user", "hi"), Message("assistant", "ho")))], DataStats())[0]
     assert tokenizer.apply_chat_template(chat, return_dict=False) == row["input_ids"]
@@ -128,12 +130,14 @@ def test_text_in_parts_is_rendered_as_text():
 @pytest.mark.parametrize("name", ["qwen", "qwen3", "llama3", "gemma", "mistral", "alpaca", "gpt_oss", "glm4"])
 def test_retrained_model_reads_its_saved_template_as_trained(name):
     tokenizer = byte_tokenizer()
-    template = trained(name, tokenizer)
-    again = load_template(template_options(), tokenizer)
+    template = load_and_save(name, tokenizer)
+    reloaded = load_template(template_options(), tokenizer)
     for label in ("one turn", "system, three turns", "thoughts"):
-        first, second = (t.encode([example(CONVERSATIONS[label])], DataStats())[0] for t in (template, again))
+        first, second = (t.encode([example(CONVERSATIONS[label])], DataStats())[0] for t in (template, reloaded))
         assert second["input_ids"] == first["input_ids"], label
-        # glm4 and gpt_oss learn eos at the next turn's first token; its own end is what a chat template can mark.
-        differ = [at for at, (a, b) in enumerate(zip(first["labels"], second["labels"], strict=True)) if a != b]
+        # glm4 and gpt_oss train EOS at the first token of the next turn; a chat template can mark only EOS itself.
+        differ = [
+            position for position, (a, b) in enumerate(zip(first["labels"], second["labels"], strict=True)) if a != b
+        ]
         turns = len(CONVERSATIONS[label]["messages"]) // 2
         assert len(differ) == (turns - 1 if name in ("glm4", "gpt_oss") else 0), label

@@ -29,11 +29,11 @@ from template_cases import (
     template_options,
 )  # fmt: skip
 
-OWN = json.loads((Path(__file__).parents[1] / "golden" / "own_templates.json").read_text(encoding="utf-8"))
+EXPECTED = json.loads((Path(__file__).parents[1] / "golden" / "own_templates.json").read_text(encoding="utf-8"))
 
 
-def rendered(name):
-    """Two turns as text, what is trained in ⟦ ⟧."""
+def render(name):
+    """Return two turns as text, with trained parts in ⟦ ⟧."""
     tokenizer = byte_tokenizer()
     template = load_template(template_options(template=name), tokenizer)
     configure_tokenizer(template, tokenizer)
@@ -44,15 +44,15 @@ def rendered(name):
     return "".join(f"⟦{text}⟧" if trained else text for trained, text in parts)
 
 
-def test_rendering_shows_learned_tokens():
-    assert rendered("chatml") == (
+def test_rendering_shows_trained_tokens():
+    assert render("chatml") == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
         "⟦Yes?<|im_end|>\n⟧<|im_start|>user\nBye.<|im_end|>\n<|im_start|>assistant\n⟦So.<|im_end|>\n⟧"
     )
 
 
 def test_templates_missing_in_llamafactory_match_stored_renderings():
-    assert {name: rendered(name) for name in table() if name not in GOLDEN["rows"]} == OWN
+    assert {name: render(name) for name in table() if name not in GOLDEN["rows"]} == EXPECTED
 
 
 def test_table_contains_every_llamafactory_template():
@@ -64,8 +64,8 @@ def test_table_contains_every_llamafactory_template():
 def test_template_rows_match_llamafactory(name):
     golden = GOLDEN["rows"][name]
     tokenizer = byte_tokenizer()
-    left_out = golden["without"].split(", ")
-    examples = [example(case, label) for label, case in (CONVERSATIONS | RANDOM_CASES).items() if label not in left_out]
+    excluded = golden["without"].split(", ")
+    examples = [example(case, label) for label, case in (CONVERSATIONS | RANDOM_CASES).items() if label not in excluded]
     assert len(examples) > 4
     configure_tokenizer(load_template(template_options(template=name), tokenizer), tokenizer)
     for options, expected in zip(OPTIONS, golden["rows"].split(), strict=True):
@@ -80,7 +80,7 @@ def test_tool_format_matches_llamafactory(name):
     tool_format = TOOL_FORMATS[name]
     turns = [[Call(**call) for call in turn] for turn in CALLS]
     if name == "glm4":
-        turns = turns[:1]  # it has no way to write two calls
+        turns = turns[:1]  # it does not support several calls
     assert [tool_format.write(turn) for turn in turns] == GOLDEN["tool texts"][f"{name} calls"]
-    if name != "llama3":  # it names a fixed date, not the day of tokenizing
-        assert [tool_format.describe(listed) for listed in TOOLS] == GOLDEN["tool texts"][f"{name} tools"]
+    if name != "llama3":  # burnish uses a fixed date instead of the current one
+        assert [tool_format.describe(tools) for tools in TOOLS] == GOLDEN["tool texts"][f"{name} tools"]

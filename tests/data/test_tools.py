@@ -14,7 +14,7 @@ from burnish.loop.types import Example, Message
 from template_cases import CALL, CALLS, TOOLS, WEATHER, byte_tokenizer, example, template_options
 
 THOUGHT, TAGS = ("<think>\n", "\n</think>\n\n"), ("<tool_call>", "</tool_call>")
-READ = Call("get_weather", {"city": "Paris", "unit": "c"})
+PARSED = Call("get_weather", {"city": "Paris", "unit": "c"})
 
 
 def test_all_13_tool_formats_exist():
@@ -27,11 +27,11 @@ def test_all_13_tool_formats_exist():
 @pytest.mark.parametrize(
     ("content", "before", "calls"),
     [
-        (CALL, "", [READ]),
-        (f"[{CALL}, {CALL}]", "", [READ, READ]),
-        (f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nhm\n</think>\n\n", [READ]),
-        (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", [READ]),
-        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", [READ, READ]),
+        (CALL, "", [PARSED]),
+        (f"[{CALL}, {CALL}]", "", [PARSED, PARSED]),
+        (f"<think>\nhm\n</think>\n\n{CALL}", "<think>\nhm\n</think>\n\n", [PARSED]),
+        (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", [PARSED]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", [PARSED, PARSED]),
     ],
 )
 def test_calls_are_parsed_with_preceding_text(content, before, calls):
@@ -39,7 +39,7 @@ def test_calls_are_parsed_with_preceding_text(content, before, calls):
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "message"),
     [
         ("call the weather", "not valid JSON"),
         (f"I look. {CALL}", "not valid JSON"),
@@ -50,8 +50,8 @@ def test_calls_are_parsed_with_preceding_text(content, before, calls):
         ("[" * 9**5, "not valid JSON"),
     ],
 )
-def test_invalid_calls_are_rejected(content, why):
-    with pytest.raises(ToolError, match=why):
+def test_invalid_calls_are_rejected(content, message):
+    with pytest.raises(ToolError, match=message):
         read_calls(content, THOUGHT, TAGS)
 
 
@@ -67,26 +67,26 @@ def test_no_tools_give_no_text():
 
 @pytest.mark.parametrize("name", ["glm4_moe", "lfm2", "minimax2", "qwen3_5", "seed_oss"])
 def test_per_argument_formats_accept_text_arguments(name):
-    written = TOOL_FORMATS[name].write
-    assert written([Call("f", '{"a": 1}')]) == written([Call("f", {"a": 1})])
+    write = TOOL_FORMATS[name].write
+    assert write([Call("f", '{"a": 1}')]) == write([Call("f", {"a": 1})])
     with pytest.raises(ToolError, match="not a JSON object"):
-        written([Call("f", [1])])
+        write([Call("f", [1])])
 
 
 @pytest.mark.parametrize("name", [*TOOL_FORMATS.names(), "phi4_mini"])
 def test_transformers_chat_template_renders_as_trained(name):
     row, tokenizer = TOOL_FORMATS[name], byte_tokenizer()
 
-    def rendered(source, **variables):
+    def render(source, **variables):
         tokenizer.chat_template = exact_jinja(row.macros + source)
         return tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False, **variables)
 
-    for listed in TOOLS:
-        assert rendered(row.tools, tools=listed) == row.describe(listed)
+    for tools in TOOLS:
+        assert render(row.tools, tools=tools) == row.describe(tools)
     for turn in CALLS[: 1 if name == "glm4" else None]:
         wrapped = [{"type": "function", "function": call} for call in turn]
         expected = row.write([Call(**call) for call in turn])
-        assert rendered(row.calls, calls=turn) == rendered(row.calls, calls=wrapped) == expected
+        assert render(row.calls, calls=turn) == render(row.calls, calls=wrapped) == expected
 
 
 def test_tool_format_can_be_overridden():
@@ -98,7 +98,7 @@ def test_tool_format_can_be_overridden():
         template.encode([Example(message, tools=json.dumps([WEATHER]))], DataStats())[0]["input_ids"]
     )
     assert "[AVAILABLE_TOOLS] [" in text
-    assert text.endswith(f"assistant\n[{CALL}]<|im_end|>")  # with plain slots, as LLaMA-Factory has it
+    assert text.endswith(f"assistant\n[{CALL}]<|im_end|>")  # with plain slots, as in LLaMA-Factory
     with pytest.raises(UserError, match="qwem"):
         load_template(template_options(template="qwen", tool_format="qwem"), tokenizer)
 
@@ -111,7 +111,7 @@ def test_empty_tool_list_renders_no_tools_section():
 
 
 @pytest.mark.parametrize(
-    ("name", "written"),
+    ("name", "expected"),
     [
         ("qwen", "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>"),
         ("youtu", "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|Assistant|>"),
@@ -120,16 +120,16 @@ def test_empty_tool_list_renders_no_tools_section():
         ("glm4", "<|observation|>\none\ntwo<|assistant|>"),
     ],
 )
-def test_parallel_tool_results_are_tagged_individually(name, written):
-    tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special here; in a record they are text
+def test_parallel_tool_results_are_tagged_individually(name, expected):
+    tokenizer = byte_tokenizer("<tool_response>", "</tool_response>")  # special tokens, but text in records
     template = load_template(template_options(template=name), tokenizer)
     configure_tokenizer(template, tokenizer)
     answers = [Message("observation", message) for message in ("one", "two")]
     call = Message("function", json.dumps(CALLS[0][0]))
     row = template.encode([Example((Message("user", "x"), call, *answers, Message("assistant", "y")))], DataStats())[0]
-    assert written in tokenizer.decode(row["input_ids"])
+    assert expected in tokenizer.decode(row["input_ids"])
     tags = {tokenizer.convert_tokens_to_ids(tag) for tag in ("<tool_response>", "</tool_response>")}
-    assert sum(token in tags for token in row["input_ids"]) == written.count("tool_response>")
+    assert sum(token in tags for token in row["input_ids"]) == expected.count("tool_response>")
     chat = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALLS[0][0]}]},

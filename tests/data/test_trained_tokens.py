@@ -18,8 +18,8 @@ from template_cases import byte_tokenizer, template_options
 TEMPLATES = ["qwen", "chatml", "llama2", "llama3", "default", "mistral", "alpaca", "gemma", "glm4", "gemma2", "solar"]
 ENDS = ["turn", "all", "last", "none"]
 RANGES = [{}, {"mask_history": True}, {"train_on_prompt": True}]
-END_WORDS = {"qwen": "<|im_end|>", "chatml": "<|im_end|>", "own": "<|im_end|>", "gemma": "<end_of_turn>"}
-END_WORDS |= {"llama3": "<|eot_id|>", "gemma2": "<end_of_turn>"}
+END_TOKENS = {"qwen": "<|im_end|>", "chatml": "<|im_end|>", "own": "<|im_end|>", "gemma": "<end_of_turn>"}
+END_TOKENS |= {"llama3": "<|eot_id|>", "gemma2": "<end_of_turn>"}
 CLOSED_BY_EOS = {"glm4", "gemma2", "solar"}
 
 
@@ -41,7 +41,7 @@ def conversations(seed, count, has_flags=True):
     ]  # fmt: skip
 
 
-def loaded(name, **options):
+def load(name, **options):
     tokenizer = byte_tokenizer(eos="<|im_end|>" if name == "own" else "</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
     template = load_template(template_options(template=None if name == "own" else name, **options), tokenizer)
@@ -50,31 +50,33 @@ def loaded(name, **options):
 
 
 def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt=False):
-    """(label, weight) of each token."""
-    end, eos = map(tokenizer.convert_tokens_to_ids, (END_WORDS.get(name, "</s>"), "</s>"))
+    """Return (label, weight) of each token."""
+    end, eos = map(tokenizer.convert_tokens_to_ids, (END_TOKENS.get(name, "</s>"), "</s>"))
     closing = name in CLOSED_BY_EOS
     result, before = [], None
     for number, (prompt, response) in enumerate(turns):
         is_last = number == len(turns) - 1
-        asks, answers = prompt.message.train, response.message.train
-        asks = train_on_prompt if asks is None else asks
-        learns = (is_last or not mask_history) if answers is None else answers
+        trains_prompt, answers = prompt.message.train, response.message.train
+        trains_prompt = train_on_prompt if trains_prompt is None else trains_prompt
+        trains_response = (is_last or not mask_history) if answers is None else answers
         for at, token in enumerate(prompt.ids):
             is_opening = at < prompt.begin
-            is_trained = train_on_prompt if is_opening else asks
+            is_trained = train_on_prompt if is_opening else trains_prompt
             if token == end and which != "turn":
                 is_trained = (is_trained if is_opening else True) if which == "all" else False
             result.append((token if is_trained else IGNORE_INDEX, 1.0 if is_opening else prompt.message.weight))
         if closing and which in ("turn", "all"):
-            ended = not is_last if mask_history else number > 0
+            is_trained_end = not is_last if mask_history else number > 0
             if before is not None and before.train is not None:
-                ended = before.train or which == "all"
-            if ended:
+                is_trained_end = before.train or which == "all"
+            if is_trained_end:
                 result[-len(prompt.ids)] = (eos, before.weight if before else 1.0)
-        ended_at = max((at for at, token in enumerate(response.ids) if token == end), default=len(response.ids))
+        end_position = max((at for at, token in enumerate(response.ids) if token == end), default=len(response.ids))
         for at, token in enumerate(response.ids):
-            is_trained = learns and not (at >= ended_at and (which == "none" or (which == "last" and not is_last)))
-            is_trained = is_trained or (which == "all" and at == ended_at)
+            is_trained = trains_response and not (
+                at >= end_position and (which == "none" or (which == "last" and not is_last))
+            )
+            is_trained = is_trained or (which == "all" and at == end_position)
             is_trained = is_trained and at < len(response.ids) - response.trailing
             result.append((token if is_trained else IGNORE_INDEX, response.message.weight))
         before = response.message
@@ -85,7 +87,7 @@ def reference(turns, name, tokenizer, which, mask_history=False, train_on_prompt
 
 
 def check(name, seed, has_flags, **options):
-    template, tokenizer = loaded(name, **options)
+    template, tokenizer = load(name, **options)
     examples = conversations(seed, 12, has_flags)
     turns = template.form.turns(examples, DataStats())
     for example, result, row in zip(examples, turns, template.encode(examples, DataStats()), strict=True):
@@ -97,13 +99,15 @@ def check(name, seed, has_flags, **options):
             continue
         weights = row.get("loss_weights") or [1.0] * len(row["labels"])
         assert row["labels"] == [label for label, _ in expected], (example, options)
-        learned = [weight for weight, label in zip(weights, row["labels"], strict=True) if label != IGNORE_INDEX]
-        assert learned == [weight for label, weight in expected if label != IGNORE_INDEX], (example, options)
+        trained_weights = [
+            weight for weight, label in zip(weights, row["labels"], strict=True) if label != IGNORE_INDEX
+        ]
+        assert trained_weights == [weight for label, weight in expected if label != IGNORE_INDEX], (example, options)
 
 
 @pytest.mark.parametrize("name", representative([*TEMPLATES, "own"], {"qwen", "llama3", "own"}))
 @pytest.mark.parametrize("has_flags", [False, True], ids=["plain", "flags"])
-def test_learned_tokens_match_plain_reference(name, has_flags):
+def test_trained_tokens_match_plain_reference(name, has_flags):
     for seed, (which, rule) in enumerate(product(ENDS, RANGES)):
         if not (name in CLOSED_BY_EOS and rule.get("train_on_prompt")):
             check(name, seed, has_flags, train_on_eos=which, **rule)
@@ -111,23 +115,24 @@ def test_learned_tokens_match_plain_reference(name, has_flags):
 
 @pytest.mark.parametrize("rule", [{}, {"mask_history": True}, {"train_on_prompt": True}], ids=str)
 @pytest.mark.parametrize("which", ENDS)
-def test_packed_rows_learn_the_same_tokens_as_single_rows(which, rule):
-    template, _ = loaded("qwen", train_on_eos=which, **rule)
+def test_packed_rows_train_the_same_tokens_as_single_rows(which, rule):
+    template, _ = load("qwen", train_on_eos=which, **rule)
     rows = [row for row in template.encode(conversations(7, 40), DataStats()) if row is not None]
     capacity = max(len(row["input_ids"]) for row in rows) + 50
 
-    def message(some):
+    def sorted_rows(selected_rows):
         ones = [1.0] * capacity
         return sorted(
-            (r["input_ids"], r["labels"], list(r.get("loss_weights") or ones[: len(r["labels"])])) for r in some
+            (r["input_ids"], r["labels"], list(r.get("loss_weights") or ones[: len(r["labels"])]))
+            for r in selected_rows
         )
 
     packs = pack(rows, capacity)
     assert len(packs) < len(rows)
-    assert message(row for one in packs for row in sequences_of(one)) == message(rows)
+    assert sorted_rows(row for packed in packs for row in sequences_of(packed)) == sorted_rows(rows)
 
 
 def test_message_starting_with_a_stop_word_does_not_end_there():
-    template, tokenizer = loaded("chatml", train_on_eos="all")  # <|im_start|> stops a generation too
+    template, tokenizer = load("chatml", train_on_eos="all")  # <|im_start|> also stops generation
     row = template.encode([Example((Message("user", "a"), Message("assistant", "b", train=False)))], DataStats())[0]
     assert [tokenizer.decode(label) for label in row["labels"] if label != IGNORE_INDEX] == ["<|im_end|>"] * 2

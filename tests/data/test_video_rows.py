@@ -19,7 +19,7 @@ CASES = json.loads((GOLDEN / "llamafactory_videos.json").read_text())
 
 
 def example_of(case, folder):
-    """The record of a case, with the limits of ``burnish train``."""
+    """Return the example of a case, with the default image limits of ``burnish train``."""
     reader = limits_of(ImageOptions(**case["options"]))
     image_models().write_images(folder, [*case["images"], *(name for video in case["frames"] for name in video)])
     media = {
@@ -41,7 +41,7 @@ def example_of(case, folder):
 
 @pytest.mark.sample(14)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['family']}-{case['case']}")
-def test_rows_with_videos_are_those_of_llamafactory(case, tmp_path):
+def test_rows_with_videos_match_llamafactory(case, tmp_path):
     result = family(case["family"])
     template = load_template(Options(template=case["template"]), result.tokenizer, family=result)
     configure_tokenizer(template, result.tokenizer)
@@ -59,8 +59,8 @@ def test_rows_with_videos_are_those_of_llamafactory(case, tmp_path):
 
 
 def without_times(result, ids):
-    """The text of a row without the time behind each frame: LLaMA-Factory writes 0 for all of them, since transformers
-    5 no longer returns the times that it asks for, and it writes no "seconds" for GLM-4.6V."""
+    """Return the text of a row without the time after each frame. LLaMA-Factory's times are 0, since transformers 5 no
+    longer returns them, and it omits "seconds" for GLM-4.6V."""
     return re.sub(r"(?<=<\|end_of_image\|>)\d+(\.\d seconds)?", "", result.tokenizer.decode(ids))
 
 
@@ -71,9 +71,11 @@ def test_a_repeated_last_frame_has_the_time_of_the_last_frame(tmp_path):
     for reader in (
         limits_of(ImageOptions()),
         MediaReader(),
-    ):  # frames are repeated with the limits of LLaMA-Factory alone
+    ):  # only the limits of LLaMA-Factory repeat frames
         for count, stamps in ((1, [0.0]), (2, [0.25]), (5, [0.25, 1.25, 2.0])):
             video = read_video(reader, [str(tmp_path / name) for name in names[:count]], "videos[0]")
             assert result.stamps(video) == stamps
-    same = read_video(MediaReader(), [str(tmp_path / name) for name in (*names[:2], names[2], names[2])], "videos[0]")
-    assert result.stamps(same) == [0.25, 1.25]
+    repeated = read_video(
+        MediaReader(), [str(tmp_path / name) for name in (*names[:2], names[2], names[2])], "videos[0]"
+    )
+    assert result.stamps(repeated) == [0.25, 1.25]

@@ -1,6 +1,6 @@
 """The bundled model, tokenizer and data of the demo load, are correct, and can be regenerated.
 
-The answers are recomputed here from the text of each row alone, and the scripts run as a person would run them.
+Answers are recomputed here from the text of each row, and the scripts run as processes.
 """
 
 import json
@@ -41,7 +41,7 @@ def model():
     return AutoModelForCausalLM.from_pretrained(DEMO / "model")
 
 
-# What a row asks about, whatever its wording: pattern of "instruction input" -> the answer, and the problem's identity.
+# Pattern of "instruction input" -> functions that return the answer, and a key of the problem that ignores its wording.
 TIMES = {"two": 2, "three": 3}
 QUESTIONS = {
     r"(?:Reverse this word|Spell this word backwards)\. (\w+)": (lambda word: word[::-1], lambda word: word),
@@ -70,9 +70,9 @@ OPPOSITE = r"(?:What is|Name) the opposite of (\w+)[?.] "
 
 
 def solve(row: dict[str, str]) -> tuple[str, object]:
-    """The right answer of a row, and the problem it is about."""
+    """Return the correct answer of a row and a key of its problem."""
     text = f"{row['instruction']} {row['input']}"
-    if result := re.fullmatch(OPPOSITE, text):  # not to be computed; see the tests of opposites
+    if result := re.fullmatch(OPPOSITE, text):  # not computable; see the tests of opposites
         return row["output"], frozenset((result[1], row["output"]))
     for pattern, (answer, problem) in QUESTIONS.items():
         if result := re.fullmatch(pattern, text):
@@ -81,7 +81,7 @@ def solve(row: dict[str, str]) -> tuple[str, object]:
 
 
 def opposites() -> list[tuple[str, str]]:
-    """(word, answer) of every row that asks for an opposite."""
+    """Return (word, answer) of each row that asks for an opposite."""
     texts = ((f"{row['instruction']} {row['input']}", row["output"]) for row in TRAIN + HELD_OUT)
     return [(result[1], answer) for text, answer in texts if (result := re.fullmatch(OPPOSITE, text))]
 
@@ -114,16 +114,16 @@ def test_held_out_problems_are_not_in_training_set():
 
 def test_held_out_words_are_not_in_training_set():
     held_out = {problem for row in HELD_OUT if isinstance(problem := solve(row)[1], str)}
-    recorded = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
+    train_words = {word for row in TRAIN for word in re.findall(r"\w+", f"{row['instruction']} {row['input']}")}
     assert len(held_out) > 50
-    assert not held_out & recorded
+    assert not held_out & train_words
 
 
 def test_chosen_answer_of_each_pair_is_correct_and_rejected_is_not():
-    for name, of in (("pairs", TRAIN), ("pairs_heldout", HELD_OUT)):
-        right = {(row["instruction"], row["input"]): row["output"] for row in of}
+    for name, data_rows in (("pairs", TRAIN), ("pairs_heldout", HELD_OUT)):
+        correct = {(row["instruction"], row["input"]): row["output"] for row in data_rows}
         for pair in rows(name):
-            assert pair["chosen"] == right[pair["instruction"], pair["input"]] != pair["rejected"]
+            assert pair["chosen"] == correct[pair["instruction"], pair["input"]] != pair["rejected"]
 
 
 def test_rows_are_unique():
@@ -172,9 +172,9 @@ def test_preference_demo_trains_on_pairs_and_reports_the_likelier_answer():
 
 def test_demo_suggests_a_question_that_it_has_just_answered_correctly():
     questions = demo_questions()
-    right = [question.answer for question in questions]
-    suggested = answered_right(questions, right)
-    assert f"\n{suggested} " in report(questions, right, right)
+    correct = [question.answer for question in questions]
+    suggested = answered_right(questions, correct)
+    assert f"\n{suggested} " in report(questions, correct, correct)
     assert answered_right(questions, [""] * len(questions)) is None
 
 
@@ -227,8 +227,8 @@ def test_template_marks_answers_and_their_end_tokens(tokenizer):
         {"role": "assistant", "content": "5"},
     ]
     encoded = tokenizer.apply_chat_template(conversation, return_dict=True, return_assistant_tokens_mask=True)
-    learned = [id for id, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
-    assert tokenizer.decode(learned) == "hen hen<|im_end|>5<|im_end|>"
+    marked = [id for id, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(marked) == "hen hen<|im_end|>5<|im_end|>"
 
 
 def test_template_rejects_unknown_role(tokenizer):

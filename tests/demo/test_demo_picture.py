@@ -1,4 +1,4 @@
-"""The image demo: the same model and images each time, and a run that learns from them."""
+"""The image demo: the model and images are reproducible, and training on them improves the accuracy."""
 
 import re
 import shlex
@@ -16,15 +16,15 @@ def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
     assert questions[0] == questions[1]
     assert len(questions[0]) == 3
     for number in range(9):
-        one, two = (tmp_path / name / f"{number:04}.png" for name in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
+        first, second = (tmp_path / name / f"{number:04}.png" for name in ("one", "two"))
+        assert first.read_bytes() == second.read_bytes()
     for name in ("a", "b"):
         make_model(tmp_path / name)
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
-def test_image_demo_learns(tmp_path, monkeypatch, capsys):
+def test_image_demo_improves_accuracy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert demo_picture(["num_train_epochs=1"]) == 0
     printed = capsys.readouterr().out

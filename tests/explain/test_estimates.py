@@ -41,10 +41,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "packing": {"packing": True, "cutoff_len": 64},
     "padded": {"padding_free": False},
-    "every logit": {"fused_loss": False},
+    "full logits": {"fused_loss": False},
     "without patches": {"patches": False},
     "without patches under bf16": {"patches": False, "bf16": True},
-    "without one kind": {"leave_out": ["norm"]},
+    "without norm patches": {"leave_out": ["norm"]},
     "neftune": {"neftune_noise_alpha": 5},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -56,12 +56,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "galore": {"use_galore": True, "galore_rank": 8},
 }
 LARGE = [f"{a} by {b}" for a in METHODS for b in OPTIMIZERS]
-"""Every method by every optimizer; the table above has each of them once."""
+"""All combinations of methods and optimizers."""
 BADAM: dict[str, dict[str, Any]] = {
-    "a turn for each": {},
-    "one of them, rounded": {"badam_switch_mode": "fixed", "badam_start_block": 1, "bf16": True},
-    "at random": {"badam_switch_mode": "random"},
-    "entries": {"badam_mode": "ratio", "badam_update_ratio": 0.25},
+    "ascending": {},
+    "fixed block, bf16": {"badam_switch_mode": "fixed", "badam_start_block": 1, "bf16": True},
+    "random": {"badam_switch_mode": "random"},
+    "ratio": {"badam_mode": "ratio", "badam_update_ratio": 0.25},
 }
 CASES = {
     **{name: {**overrides, "optim": "adamw_torch"} for name, overrides in METHODS.items()},
@@ -76,13 +76,13 @@ CASES = {
 }
 
 
-OFTEN = ("full", "full under bf16", "lora", "freeze", "dora", "checkpointing", "packing", "full by adafactor",
-         "full by apollo", "badam, a turn for each", "files in bfloat16")  # fmt: skip
-"""Cases of every run of the tests; the others are left to ``make test-slow``."""
+FAST_CASES = ("full", "full under bf16", "lora", "freeze", "dora", "checkpointing", "packing", "full by adafactor",
+         "full by apollo", "badam, ascending", "files in bfloat16")  # fmt: skip
+"""Cases of ``make test``; the others are part of ``make test-slow``."""
 
 
-class Watch:
-    """Measure a run: rows and tokens of its steps, bytes of its gradients and activations, and the run itself."""
+class Measurement:
+    """Measures a run: rows and tokens per step, bytes of gradients and activations."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -92,47 +92,47 @@ class Watch:
         step, clip, train = Loop.step, SingleProcess.clip, Loop.train
         precision = SingleProcess.precision
 
-        def counted(run: Any, group: Any) -> None:
+        def counted_step(run: Any, group: Any) -> None:
             self.rows.append(group.num_rows)
             self.tokens += [batch["input_ids"].numel() for batch in group.batches]
-            self.patched = [(done.name, done.why) for done in patches_of(run.model)]
+            self.patched = [(entry.name, entry.why) for entry in patches_of(run.model)]
             step(run, group)
 
-        def clipped(engine: Any, parameters: Any, limit: float) -> Any:
+        def measured_clip(engine: Any, parameters: Any, limit: float) -> Any:
             grads = [p.grad for p in self.run.model.parameters() if p.grad is not None]
             self.gradients = max(self.gradients, sum(grad.nbytes for grad in grads))
             return clip(engine, parameters, limit)
 
-        def trained(run: Any) -> Any:
+        def measured_train(run: Any) -> Any:
             self.run, self.before = run, {n: p.detach().clone() for n, p in run.model.named_parameters()}
             return train(run)
 
         @contextmanager
-        def kept_in_forward(engine: Any) -> Iterator[None]:
-            """Bytes of all that autograd keeps between the forward and the backward pass, but for the weights."""
-            own = {p.untyped_storage().data_ptr() for p in self.run.model.parameters()}
+        def measured_precision(engine: Any) -> Iterator[None]:
+            """Record the bytes that autograd keeps between the forward and the backward pass, without weights."""
+            weights = {p.untyped_storage().data_ptr() for p in self.run.model.parameters()}
             saved: dict[int, torch.Tensor] = {}
 
-            def keep(tensor: torch.Tensor) -> torch.Tensor:
-                if (place := tensor.untyped_storage().data_ptr()) not in own:
-                    saved[place] = tensor
+            def save(tensor: torch.Tensor) -> torch.Tensor:
+                if (pointer := tensor.untyped_storage().data_ptr()) not in weights:
+                    saved[pointer] = tensor
                 return tensor
 
-            with precision(engine), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with precision(engine), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 yield
             self.activations.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
 
-        patch.setattr(SingleProcess, "precision", kept_in_forward)
-        patch.setattr(Loop, "step", counted)
-        patch.setattr(SingleProcess, "clip", clipped)
-        patch.setattr(Loop, "train", trained)
+        patch.setattr(SingleProcess, "precision", measured_precision)
+        patch.setattr(Loop, "step", counted_step)
+        patch.setattr(SingleProcess, "clip", measured_clip)
+        patch.setattr(Loop, "train", measured_train)
 
     @property
     def moved(self) -> tuple[int, int]:
-        """(elements of the tensors that changed, elements that changed)."""
+        """The number of elements of the tensors that changed, and the number of elements that changed."""
         pairs = [(p.detach(), self.before[name]) for name, p in self.run.model.named_parameters()]
-        whole = sum(p.numel() for p, before in pairs if not torch.equal(p, before))
-        return whole, sum(int((p != before).sum()) for p, before in pairs)
+        tensor_elements = sum(p.numel() for p, before in pairs if not torch.equal(p, before))
+        return tensor_elements, sum(int((p != before).sum()) for p, before in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(tmp_path_factory.mktemp(name) / "model", dtype=name) for name in ("float32", "bfloat16")}
 
 
-def planned(
+def prepare_run(
     folder: Path, run_options: dict[str, Any], models: dict[str, Path]
 ) -> tuple[Plan, Prepared, dict[str, str]]:
     options = make_workspace(folder, **{
@@ -148,20 +148,20 @@ def planned(
         "model_name_or_path": str(models[run_options.get("files", "float32")]),
         **{name: value for name, value in run_options.items() if name != "files"},
     })  # fmt: skip
-    made = plan({name: RawValue(value, "the command line") for name, value in options.items()})
-    prepared = prepare(made)
-    return made, prepared, {line.label: line.text for line in reversed(lines_of(made, prepared))}
+    run_plan = plan({name: RawValue(value, "the command line") for name, value in options.items()})
+    prepared = prepare(run_plan)
+    return run_plan, prepared, {line.label: line.text for line in reversed(lines_of(run_plan, prepared))}
 
 
-def lines_of(made: Plan, prepared: Prepared) -> list[Line]:
-    return [line for section in sections(made, prepared) for line in section.lines]
+def lines_of(run_plan: Plan, prepared: Prepared) -> list[Line]:
+    return [line for section in sections(run_plan, prepared) for line in section.lines]
 
 
-def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
-    """The terms of the forward pass are what autograd kept in a step, to a quarter: tensors of a size that does not
-    depend on the tokens (gradients of the head, which are made with the loss) count much in a model this small."""
-    options = made.options
-    for tokens, saved in zip(watch.tokens, watch.activations, strict=True):
+def check_activations(run_plan: Plan, prepared: Prepared, measured: Measurement) -> None:
+    """Check that the estimated terms of the forward pass are within a quarter of the memory that autograd kept. Tensors
+    whose size does not depend on the tokens, such as gradients of the head, are large in a model this small."""
+    options = run_plan.options
+    for tokens, saved in zip(measured.tokens, measured.activations, strict=True):
         terms = memory_of(options, prepared.config, prepared.sizes, prepared.formats, tokens)
         expected = sum(t.num_bytes for t in terms if t.name in ("activations", "logits", "DoRA", "cast weights"))
         if options.finetuning_type == "oft":
@@ -169,56 +169,60 @@ def claims_of_activations(made: Plan, prepared: Prepared, watch: Watch) -> None:
             assert saved > 0.6 * expected
             continue
         assert saved < 1.25 * expected
-        # Layers below the first that trains keep nothing, and what is computed again is kept for a moment only.
-        is_at_most = options.finetuning_type == "freeze" or options.use_badam or options.gradient_checkpointing
-        assert is_at_most or saved > 0.45 * expected
+        # Layers below the first trained one keep nothing, and recomputed activations are kept only temporarily.
+        is_upper_bound = options.finetuning_type == "freeze" or options.use_badam or options.gradient_checkpointing
+        assert is_upper_bound or saved > 0.45 * expected
 
 
-@pytest.mark.parametrize("name", representative_slow([*CASES, *(name for name in LARGE if name not in CASES)], OFTEN))
+@pytest.mark.parametrize(
+    "name", representative_slow([*CASES, *(name for name in LARGE if name not in CASES)], FAST_CASES)
+)
 def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     method, _, optimizer = name.partition(" by ")
     overrides = CASES[name] if name in CASES else {**METHODS[method], **OPTIMIZERS[optimizer]}
     if overrides.get("optim") in ("lion_32bit", "adamw_8bit"):
         pytest.importorskip("bitsandbytes")
     try:
-        made, prepared, message = planned(tmp_path, overrides, models)
-    except UserError as refused:
+        run_plan, prepared, message = prepare_run(tmp_path, overrides, models)
+    except UserError as error:
         if name in LARGE:
-            pytest.skip(f"the two are refused together: {refused}")
+            pytest.skip(f"these options cannot be combined: {error}")
         raise
-    watch = Watch(monkeypatch)
-    assert build.train_run(made).exit_code is None
-    model, options = watch.run.model, made.options
+    measured = Measurement(monkeypatch)
+    assert build.train_run(run_plan).exit_code is None
+    model, options = measured.run.model, run_plan.options
 
     trained = prepared.sizes.trained
-    whole, entries = watch.moved
+    changed_tensors, changed_elements = measured.moved
     assert message["trained"].startswith(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,}")
     if options.use_badam and options.badam_mode == "ratio":
-        assert trained / 2 < entries <= trained
-    elif options.optim == "sgd":  # its updates of some norms are less than half of their last bit
-        assert 0.9 * trained <= whole <= trained
+        assert trained / 2 < changed_elements <= trained
+    elif options.optim == "sgd":  # some updates of norms are below half a unit in the last place
+        assert 0.9 * trained <= changed_tensors <= trained
     else:
-        assert whole == trained
+        assert changed_tensors == trained
 
     terms = {
         term.name: term.num_bytes for term in memory_of(options, prepared.config, prepared.sizes, prepared.formats, 60)
     }
     assert terms["weights"] == sum(p.nbytes for p in model.parameters())
-    assert terms["gradients"] == watch.gradients
-    state, _ = split(watch.run.optimizer.state_dict(), copy=False)
+    assert terms["gradients"] == measured.gradients
+    state, _ = split(measured.run.optimizer.state_dict(), copy=False)
     weights = {p.data_ptr() for p in model.parameters()}
     states = sum(t.nbytes for t in state.values() if t.numel() > 1 and t.data_ptr() not in weights)
-    states += sum(places.nbytes for _, places, _ in getattr(watch.run.optimizer, "_parts", ()))
+    states += sum(places.nbytes for _, places, _ in getattr(measured.run.optimizer, "_parts", ()))
     assert terms.get("optimizer", 0) == pytest.approx(states, rel=0.1)
 
-    claims_of_activations(made, prepared, watch)
-    lines = lines_of(made, prepared)
+    check_activations(run_plan, prepared, measured)
+    lines = lines_of(run_plan, prepared)
     patched = [line.text for line in lines if line.label == "patched"]
-    is_tried = {line.text.partition(":")[0] for line in lines if line.text.endswith(CHECKED_AT_START)}
-    assert patched == (patches_in_words((n, why) for n, why in watch.patched if why.kind not in is_tried) or ["none"])
-    assert (not watch.patched) == ("without patches" in name)
+    checked_at_start = {line.text.partition(":")[0] for line in lines if line.text.endswith(CHECKED_AT_START)}
+    assert patched == (
+        patches_in_words((n, why) for n, why in measured.patched if why.kind not in checked_at_start) or ["none"]
+    )
+    assert (not measured.patched) == ("without patches" in name)
 
-    assert watch.rows == [4] * 5 or options.packing
+    assert measured.rows == [4] * 5 or options.packing
     assert "= effective batch size 4" in message["processes"] or options.packing
     assert message["total"].startswith("5 steps")
     (file,) = (tmp_path / "out").glob("*model.safetensors")
@@ -239,26 +243,28 @@ def test_run_matches_explain(name: str, models: dict[str, Path], tmp_path: Path,
 def test_badam_blocks_are_shown_by_explain_and_during_the_run(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The blocks that move, in their order, are those that were named; what is never trained does not move."""
+    """The trained blocks and their order match the output, and parameters outside of the blocks do not change."""
     options = {"use_badam": True, "badam_switch_interval": 2, "badam_switch_mode": "descending", "badam_verbose": 1}
-    made, _, message = planned(tmp_path, options, models)
+    run_plan, _, message = prepare_run(tmp_path, options, models)
     assert message["blocks"].endswith(
         "model.layers.0 to model.layers.1, descending: 1, 0, ...; switched every 2 updates, 3 times"
     )
     assert message["never trained"].startswith("20,512, outside the layers: model.embed_tokens.weight, ")
-    watch, active = Watch(monkeypatch), []
+    measured, active = Measurement(monkeypatch), []
     step = Loop.step
 
-    def recorded(run: Any, group: Any) -> None:
+    def recorded_step(run: Any, group: Any) -> None:
         active.append({name for name, p in run.model.named_parameters() if p.requires_grad})
         step(run, group)
 
-    monkeypatch.setattr(Loop, "step", recorded)
-    build.train_run(made)
-    turns = [{re.match(r".*layers\.(\d)", name)[1] for name in names} for names in active]  # type: ignore[index]
-    assert turns == [{"1"}, {"1"}, {"0"}, {"0"}, {"1"}]
-    never = [name for name in watch.before if "layers" not in name]
-    assert all(torch.equal(dict(watch.run.model.named_parameters())[name], watch.before[name]) for name in never)
+    monkeypatch.setattr(Loop, "step", recorded_step)
+    build.train_run(run_plan)
+    blocks = [{re.match(r".*layers\.(\d)", name)[1] for name in names} for names in active]  # type: ignore[index]
+    assert blocks == [{"1"}, {"1"}, {"0"}, {"0"}, {"1"}]
+    never_trained = [name for name in measured.before if "layers" not in name]
+    assert all(
+        torch.equal(dict(measured.run.model.named_parameters())[name], measured.before[name]) for name in never_trained
+    )
     output = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert f"Blocks: {message['blocks']}." in output
     assert "15,488 of 36,000 parameters are trained" in output

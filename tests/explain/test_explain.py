@@ -32,23 +32,23 @@ def test_tied_embedding_is_listed_by_the_config_of_the_whole_model() -> None:
     from transformers import Qwen2_5_VLConfig
 
     options = RunOptions(model_name_or_path="x", fused_loss=True)
-    listed = [
+    is_listed = [
         TIED in tried_patches(options, Qwen2_5_VLConfig(tie_word_embeddings=tied), False) for tied in (True, False)
     ]
-    assert listed == [True, False]
+    assert is_listed == [True, False]
 
 
 def saved_bytes(model: torch.nn.Module, tokens: int) -> int:
-    """Bytes that autograd keeps after the forward pass of the layers, parameters left out."""
-    own = {p.data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
+    """Return the bytes that autograd saves in the forward pass of the layers, without parameters."""
+    own_pointers = {p.data_ptr() for p in model.parameters()} | {b.data_ptr() for b in model.buffers()}
     saved: dict[int, torch.Tensor] = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in own:
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own_pointers:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
         return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
@@ -85,28 +85,28 @@ def test_adapter_memory_counts_trained_weights_only() -> None:
     terms = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0)
     result = {term.name: term.num_bytes for term in terms}
     assert result == {"weights": 990 * 2 + 10 * 4, "cast weights": 20, "gradients": 40, "optimizer": 80}
-    anew = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0, copies=False)
-    assert {term.name for term in anew} == result.keys() - {"cast weights"}
+    without_copies = memory_terms(1000, 10, shape, Formats(2, 4, 2, 8), tokens=0, copies=False)
+    assert {term.name for term in without_copies} == result.keys() - {"cast weights"}
 
 
 def test_checkpointing_keeps_one_layer_and_inputs_of_the_others() -> None:
     shape = DecoderShape.of(tiny_config(10))
-    full, less = (
+    full, checkpointed = (
         memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, recompute=recompute)[0].num_bytes
         for recompute in (False, True)
     )
     assert full == 10 * 7 * layer_bytes_per_token(shape, 4)
-    assert less == 7 * (layer_bytes_per_token(shape, 4) + 10 * 64 * 4)
+    assert checkpointed == 7 * (layer_bytes_per_token(shape, 4) + 10 * 64 * 4)
 
 
 def test_activation_estimates_of_offloading_and_selective_checkpointing() -> None:
     shape = DecoderShape.of(tiny_config(10))
     sizes = [{}, {"offload": True}, {"recompute": True}, {"recompute": True, "selective": True}]
-    whole, away, inputs, products = (
+    full, offloaded, recomputed, selective = (
         memory_terms(0, 0, shape, Formats(4, 4, 4, 8), tokens=7, **options)[0].num_bytes for options in sizes
     )
-    assert away == whole // 10
-    assert inputs < products < whole
+    assert offloaded == full // 10
+    assert recomputed < selective < full
 
 
 def test_disk_estimate_includes_model_checkpoints_and_pending_one() -> None:
@@ -124,14 +124,16 @@ def test_byte_counts_are_human_readable(count: int, text: str) -> None:
 # --- the layout -------------------------------------------------------------------------------------------------------
 
 
-def an_explanation() -> tuple[list[Any], list[Any]]:
-    long = "word " * 60
-    sections = [Section("Model", [Line("model", "Tiny", "run.yaml, line 1"), Line("a_label_longer_than_most", long)])]
+def example_explanation() -> tuple[list[Any], list[Any]]:
+    long_text = "word " * 60
+    sections = [
+        Section("Model", [Line("model", "Tiny", "run.yaml, line 1"), Line("a_label_longer_than_most", long_text)])
+    ]
     return sections, [Sample("Row 1 of 9", [("user\nhello ", False), ("hi!", True), ("x" * 2000, False)])]
 
 
 def test_trained_tokens_are_marked_without_colors() -> None:
-    text = without_colors(*an_explanation())
+    text = without_colors(*example_explanation())
     assert "user\n  hello ⟦hi!⟧" in text
     assert "Tiny  (run.yaml, line 1)" in text
     assert all(len(line) <= 120 for line in text.splitlines() if "xxx" not in line)
@@ -156,13 +158,13 @@ def test_source_of_a_value_is_never_wrapped() -> None:
 
 
 def test_long_text_is_abbreviated_in_the_middle() -> None:
-    assert "1,400 characters" in without_colors(*an_explanation())
+    assert "1,400 characters" in without_colors(*example_explanation())
 
 
 def test_terminal_output_has_same_words_in_color() -> None:
     from rich.text import Text
 
-    text = styled_text(*an_explanation(), width=100)
+    text = styled_text(*example_explanation(), width=100)
     assert isinstance(text, Text)
     styles = {text.plain[span.start : span.end].strip(): str(span.style) for span in text.spans}
     assert "green" in styles["hi!"]
@@ -185,8 +187,8 @@ DEMO = Path(__file__).parents[2] / "src" / "burnish" / "demo"
 
 
 @pytest.fixture
-def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function: changes -> the plan of a small run, in an empty working directory."""
+def make_plan(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that returns the plan of a small run with changed options, in an empty working directory."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)
 
@@ -202,7 +204,7 @@ def made(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 
 def explained_lines(run: Plan) -> dict[str, str]:
-    """Label -> text of all sections; where two have a line of that label, the first one's."""
+    """Return label -> text of all lines; of lines with the same label, the first."""
     from burnish.explain.explain import sections
     from burnish.run.prepare import prepare
 
@@ -210,8 +212,8 @@ def explained_lines(run: Plan) -> dict[str, str]:
     return {line.label: line.text for line in reversed(lines)}
 
 
-def test_planned_steps_match_the_training_loop(made: Any) -> None:
-    lines = explained_lines(made(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
+def test_planned_steps_match_the_training_loop(make_plan: Any) -> None:
+    lines = explained_lines(make_plan(num_train_epochs=2, save_steps=0.25, eval_strategy="epoch", val_size=10))
     assert lines["processes"] == "x 1 = effective batch size 8"
     assert lines["epoch"] == "80 examples / 8 = 10 steps"
     assert lines["total"] == "10 x 2 epochs = 20 steps"
@@ -220,12 +222,12 @@ def test_planned_steps_match_the_training_loop(made: Any) -> None:
     assert lines["evaluation"].startswith("10 examples")
 
 
-def test_source_of_a_value_is_shown(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_of_a_value_is_shown(make_plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
-    explain(made(seed=7))
+    explain(make_plan(seed=7))
     assert "DefaultFlowCallback" not in capsys.readouterr().out
-    explain(made(seed=7), shows_all=True)
+    explain(make_plan(seed=7), shows_all=True)
     text = capsys.readouterr().out
     assert re.search(r"seed +7 \(default 42\)  \(run.yaml, line 9\)", text)
     assert re.search(r"accumulation +x 4  \(run.yaml, line 8\)", text)
@@ -234,34 +236,34 @@ def test_source_of_a_value_is_shown(made: Any, capsys: pytest.CaptureFixture[str
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-def test_explain_writes_no_files(made: Any, tmp_path: Path) -> None:
-    explained_lines(made())
+def test_explain_writes_no_files(make_plan: Any, tmp_path: Path) -> None:
+    explained_lines(make_plan())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_planning_does_not_change_options(made: Any) -> None:
-    run = made(eval_strategy="steps", val_size=0.1, packing=True, finetuning_type="lora")
+def test_planning_does_not_change_options(make_plan: Any) -> None:
+    run = make_plan(eval_strategy="steps", val_size=0.1, packing=True, finetuning_type="lora")
     before = copy.deepcopy(vars(run.options))
     explained_lines(run)
     assert vars(run.options) == before
 
 
-def test_sample_shows_row_and_its_labels(made: Any) -> None:
+def test_sample_shows_row_and_its_labels(make_plan: Any) -> None:
     from burnish.explain.explain import samples
     from burnish.run.prepare import prepare
 
-    run = made()
+    run = make_plan()
     prepared = prepare(run)
     first, middle = samples(run, prepared)
     row = prepared.rows[0]
     assert "".join(text for text, _ in first.pieces) == prepared.tokenizer.decode(row["input_ids"])
-    learned = [token for token in row["labels"] if token != -100]
-    assert "".join(text for text, trained in first.pieces if trained) == prepared.tokenizer.decode(learned)
+    trained_ids = [token for token in row["labels"] if token != -100]
+    assert "".join(text for text, is_trained in first.pieces if is_trained) == prepared.tokenizer.decode(trained_ids)
     assert middle.title == "Example 46 of 90, trained tokens"
 
 
-def test_packs_are_described_by_fill_ratio(made: Any) -> None:
-    lines = explained_lines(made(packing=True, cutoff_len=64))
+def test_packs_are_described_by_fill_ratio(make_plan: Any) -> None:
+    lines = explained_lines(make_plan(packing=True, cutoff_len=64))
     packs = int(lines["training set"].split(" packs of ")[0])
     assert lines["training set"].endswith("packs of 90 examples")
     assert packs < 90
@@ -275,41 +277,41 @@ def test_packs_are_described_by_fill_ratio(made: Any) -> None:
      {"finetuning_type": "freeze", "freeze_trainable_layers": 1}],
     ids=str,
 )  # fmt: skip
-def test_reported_sizes_match_the_model(made: Any, changes: dict[str, Any]) -> None:
+def test_reported_sizes_match_the_model(make_plan: Any, changes: dict[str, Any]) -> None:
     from burnish.adapters.base import ADAPTERS, trainable_summary
     from burnish.models.load import load_config, load_model
     from burnish.models.tokens import load_tokenizer, resized_meta_model
     from burnish.run.plan.resources import sizes_of
 
-    options = made(**changes).options
+    options = make_plan(**changes).options
     adapter = ADAPTERS[options.finetuning_type](options, ())
     sizes = sizes_of(adapter, resized_meta_model(load_config(options), load_tokenizer(options), options), options)
     model = ADAPTERS[options.finetuning_type](options, ()).attach(load_model(options))
     assert (sizes.trained, sizes.total) == trainable_summary(model)
 
 
-def test_adam_keeps_two_states_per_parameter_and_sgd_none(made: Any) -> None:
+def test_adam_keeps_two_states_per_parameter_and_sgd_none(make_plan: Any) -> None:
     from burnish.models.load import load_config
     from burnish.run.plan.resources import formats_of
 
-    config = load_config(made().options)
-    assert formats_of(made(optim="adamw_torch").options, config, SIZES).moments == 8
-    assert formats_of(made(optim="sgd").options, config, SIZES).moments == 0
+    config = load_config(make_plan().options)
+    assert formats_of(make_plan(optim="adamw_torch").options, config, SIZES).moments == 8
+    assert formats_of(make_plan(optim="sgd").options, config, SIZES).moments == 0
 
 
-def test_explain_reads_no_weights(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_reads_no_weights(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.run.recovery import fingerprints
 
     monkeypatch.setattr(fingerprints, "base_fingerprint", lambda options: pytest.fail("weights on a hub are fetched"))
-    assert explained_lines(made())["starts"] == "at step 0"
+    assert explained_lines(make_plan())["starts"] == "at step 0"
 
 
-def test_insufficient_disk_space_is_rejected_with_both_sizes(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_disk_space_is_rejected_with_both_sizes(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.loop.schedule import plan_steps
     from burnish.models.load import load_config
     from burnish.run.plan import resources
 
-    options = made(save_steps=2, save_total_limit=3).options
+    options = make_plan(save_steps=2, save_total_limit=3).options
     config, steps = load_config(options), plan_steps(options, 90)
     sizes = resources.Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
     formats = resources.formats_of(options, config, sizes)
@@ -321,17 +323,17 @@ def test_insufficient_disk_space_is_rejected_with_both_sizes(made: Any, monkeypa
     assert "save_total_limit: 1" in str(problem)
 
 
-def test_dataset_smaller_than_a_step_gives_a_note(made: Any) -> None:
-    assert "each epoch is one step" in explained_lines(made(max_samples=3)).get("", "")
+def test_dataset_smaller_than_a_step_gives_a_note(make_plan: Any) -> None:
+    assert "each epoch is one step" in explained_lines(make_plan(max_samples=3)).get("", "")
 
 
-def test_run_without_training_reports_no_training_memory(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_training_reports_no_training_memory(make_plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
     changes = {"bf16": True, "use_cpu": True, "val_size": 8, "do_eval": True}
-    explain(made(**changes, do_train=True))
+    explain(make_plan(**changes, do_train=True))
     trained = capsys.readouterr().out
-    explain(made(**changes, do_train=False))
+    explain(make_plan(**changes, do_train=False))
     evaluated = capsys.readouterr().out
     for word in ("gradients", "optimizer", "updates in float32", "Trains every weight"):
         assert word in trained
@@ -340,10 +342,12 @@ def test_run_without_training_reports_no_training_memory(made: Any, capsys: pyte
     assert "none: the run only evaluates or predicts  (run.yaml, line" in evaluated
 
 
-def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_only_run_is_explained(make_plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 
-    run = made(eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30)
+    run = make_plan(
+        eval_dataset="demo_heldout", dataset=None, do_eval=True, per_device_eval_batch_size=4, max_samples=30
+    )
     lines = explained_lines(run)
     assert lines["datasets"] == "demo_heldout"
     assert lines["batches"] == "8 batches of 4 examples"
@@ -359,7 +363,7 @@ def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixtu
         assert word not in text
     assert (
         "18 examples (not used by this run)"
-        in explained_lines(made(max_samples=20, val_size=2, do_eval=True))["training set"]
+        in explained_lines(make_plan(max_samples=20, val_size=2, do_eval=True))["training set"]
     )
 
 
@@ -371,30 +375,30 @@ def test_evaluation_only_run_is_explained(made: Any, capsys: pytest.CaptureFixtu
         ("do_predict predict_with_generate", "on_init_end on_prediction_step on_predict"),
     ],
 )
-def test_explained_events_match_fired_events(made: Any, requested: str, events: str) -> None:
+def test_explained_events_match_fired_events(make_plan: Any, requested: str, events: str) -> None:
     from burnish.loop.events import CallbackHandler
     from burnish.run.build import train_run
     from burnish.run.callbacks import events_of
 
     options = {"eval_dataset": "demo_heldout", "dataset": None, "predict_metrics": "exact_match", "max_new_tokens": 2}
-    run = made(max_samples=8, use_cpu=True, **options, **dict.fromkeys(requested.split(), True))
-    fired, fire = set(), CallbackHandler.fire
+    run = make_plan(max_samples=8, use_cpu=True, **options, **dict.fromkeys(requested.split(), True))
+    fired_events, fire = set(), CallbackHandler.fire
 
-    def watched(handler: CallbackHandler, event: str, **details: Any) -> Any:
-        fired.add(event)
+    def recorded_fire(handler: CallbackHandler, event: str, **details: Any) -> Any:
+        fired_events.add(event)
         return fire(handler, event, **details)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallbackHandler, "fire", watched)
+        patch.setattr(CallbackHandler, "fire", recorded_fire)
         train_run(run)
-    assert fired == set(events_of(run.options)) == set(events.split())
+    assert fired_events == set(events_of(run.options)) == set(events.split())
 
 
-def test_explain_reports_skipped_tokens_for_padding_free_packs(made: Any) -> None:
-    """The same rule decides in ``build.py``: packs lie flat whatever ``padding_free`` says."""
-    assert "skipped tokens" in explained_lines(made(packing=True, padding_free=False, cutoff_len=256))
-    assert "skipped tokens" not in explained_lines(made(padding_free=False, needed_tokens_only=True))
-    assert "skipped tokens" not in explained_lines(made(neftune_noise_alpha=5.0))
+def test_explain_reports_skipped_tokens_for_padding_free_packs(make_plan: Any) -> None:
+    """As in ``build.py``, packs are padding-free even with ``padding_free: false``."""
+    assert "skipped tokens" in explained_lines(make_plan(packing=True, padding_free=False, cutoff_len=256))
+    assert "skipped tokens" not in explained_lines(make_plan(padding_free=False, needed_tokens_only=True))
+    assert "skipped tokens" not in explained_lines(make_plan(neftune_noise_alpha=5.0))
 
 
 def test_unknown_system_memory_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 320, "eos_token_id": 2}  # fmt: skip
 
 
-def model_in(folder: Path, kind: str) -> Path:
-    """A model of a shape, with the byte-level tokenizer of the small runs."""
+def save_model(folder: Path, kind: str) -> Path:
+    """Save a model of a type, with the byte-level tokenizer of the small runs. Returns the folder."""
     make_model(folder)
     torch.manual_seed(0)
     if kind == "llama":
@@ -44,7 +44,8 @@ def model_in(folder: Path, kind: str) -> Path:
     return folder
 
 
-def exported(folder: Path, model: Path, **overrides) -> Path:
+def export_gguf(folder: Path, model: Path, **overrides) -> Path:
+    """Export a model and return the GGUF file."""
     options = {"model_name_or_path": str(model), "export_dir": str(folder), "export_format": "gguf", **overrides}
     export({name: RawValue(value, "the command line") for name, value in options.items()})
     return next(folder.glob("*.gguf"), folder)
@@ -53,33 +54,33 @@ def exported(folder: Path, model: Path, **overrides) -> Path:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("gguf_type", "bound"), [("f32", 1e-3), ("q8_0", 2e-2)])
 def test_transformers_reads_exported_gguf_back(tmp_path: Path, kind: str, gguf_type: str, bound: float) -> None:
-    model = model_in(tmp_path / "model", kind)
-    file = exported(tmp_path / "out", model, export_gguf_type=gguf_type)
-    back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    model = save_model(tmp_path / "model", kind)
+    file = export_gguf(tmp_path / "out", model, export_gguf_type=gguf_type)
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([[5, 9, 40, 41, 42, 200, 7]])
     with torch.no_grad():
-        expected, result = plain(ids).logits, back(ids).logits
+        expected, result = original(ids).logits, loaded(ids).logits
     assert float((expected - result).abs().max() / expected.abs().max()) < bound
 
 
 def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> None:
-    file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
+    file = export_gguf(tmp_path / "out", save_model(tmp_path / "model", "llama"))
     fields = gguf.GGUFReader(file).fields
-    written = json.loads((file.parent / "tokenizer_config.json").read_text())
-    template = (file.parent / "chat_template.jinja").read_text() if "chat_template" not in written else None
-    assert fields["tokenizer.chat_template"].contents() == (template or written.get("chat_template"))
+    config = json.loads((file.parent / "tokenizer_config.json").read_text())
+    template = (file.parent / "chat_template.jinja").read_text() if "chat_template" not in config else None
+    assert fields["tokenizer.chat_template"].contents() == (template or config.get("chat_template"))
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     assert types[tokens.index("<|im_end|>")] == 3
-    assert types[tokens.index("<|im_start|>")] == 3  # a special token without a role of its own
+    assert types[tokens.index("<|im_start|>")] == 3  # a special token that is neither BOS, EOS nor padding
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
 
 
 def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     set_watcher(recorder := RecordingProgress())
     try:
-        file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
+        file = export_gguf(tmp_path / "out", save_model(tmp_path / "model", "llama"))
     finally:
         set_watcher(None)
     out = capsys.readouterr().out
@@ -91,65 +92,65 @@ def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys
 def test_gguf_type_without_gguf_format_has_no_effect_and_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"model_name_or_path": str(model_in(tmp_path / "model", "llama")), "export_dir": str(tmp_path / "out")}
+    options = {"model_name_or_path": str(save_model(tmp_path / "model", "llama")), "export_dir": str(tmp_path / "out")}
     export({n: RawValue(v, "the command line") for n, v in {**options, "export_gguf_type": "q8_0"}.items()})
     assert '"export_gguf_type" has no effect without "export_format".' in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("*.gguf"))
 
 
 def test_unsupported_architecture_or_type_is_rejected_before_writing(tmp_path: Path) -> None:
-    model = model_in(tmp_path / "model", "llama")
+    model = save_model(tmp_path / "model", "llama")
     with pytest.raises(UserError, match=r"requires the quantizer of llama\.cpp"):
-        exported(tmp_path / "out", model, export_gguf_type="q4_k_m")
+        export_gguf(tmp_path / "out", model, export_gguf_type="q4_k_m")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
         json.dumps(config | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]})
     )
     with pytest.raises(UserError, match='a model of type "gemma"'):
-        exported(tmp_path / "out", model)
+        export_gguf(tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"merges": []}, "the BPE tokenizer has no merges, and llama.cpp cannot load it"),
         ({"ignore_merges": True}, "ignore_merges"),
     ],
 )
-def test_tokenizer_unsupported_by_llama_cpp_is_rejected(tmp_path: Path, changes, what: str) -> None:
-    model = model_in(tmp_path / "model", "llama")
-    words = json.loads((model / "tokenizer.json").read_text())
-    (model / "tokenizer.json").write_text(json.dumps({**words, "model": {**words["model"], **changes}}))
-    with pytest.raises(UserError, match=what):
-        exported(tmp_path / "out", model)
+def test_tokenizer_unsupported_by_llama_cpp_is_rejected(tmp_path: Path, changes, message: str) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {**tokenizer["model"], **changes}}))
+    with pytest.raises(UserError, match=message):
+        export_gguf(tmp_path / "out", model)
     assert not list(tmp_path.glob("out/*.gguf"))
 
 
 def test_modelfile_names_the_gguf_file(tmp_path: Path) -> None:
-    file = exported(tmp_path / "out", model_in(tmp_path / "model", "llama"))
+    file = export_gguf(tmp_path / "out", save_model(tmp_path / "model", "llama"))
     assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")
 
 
 @pytest.mark.run
 def test_llama_cpp_verifies_export_if_its_path_is_given(tmp_path: Path) -> None:
-    model, place = model_in(tmp_path / "model", "llama"), tmp_path / "llama.cpp"
-    place.mkdir()
-    real = exported(tmp_path / "first", model, export_gguf_type="f16")
-    (place / "convert_hf_to_gguf.py").write_text(
+    model, llama_cpp = save_model(tmp_path / "model", "llama"), tmp_path / "llama.cpp"
+    llama_cpp.mkdir()
+    converted = export_gguf(tmp_path / "first", model, export_gguf_type="f16")
+    (llama_cpp / "convert_hf_to_gguf.py").write_text(
         "import shutil, sys\n"
-        f"assert sys.argv[sys.argv.index('--outtype') + 1] == 'f16'\nshutil.copy({str(real)!r}, sys.argv[3])\n"
+        f"assert sys.argv[sys.argv.index('--outtype') + 1] == 'f16'\nshutil.copy({str(converted)!r}, sys.argv[3])\n"
     )
-    (place / "llama-quantize").write_text(
+    (llama_cpp / "llama-quantize").write_text(
         f"#!{sys.executable}\nimport shutil, sys\n"
         "assert sys.argv[3] == 'q4_k_m'\nshutil.copy(sys.argv[1], sys.argv[2])\n"
     )
-    (place / "llama-quantize").chmod(0o755)
-    file = exported(tmp_path / "out", model, export_gguf_type="q4_k_m", llama_cpp=str(place))
+    (llama_cpp / "llama-quantize").chmod(0o755)
+    file = export_gguf(tmp_path / "out", model, export_gguf_type="q4_k_m", llama_cpp=str(llama_cpp))
     assert [path.name for path in file.parent.glob("*.gguf")] == ["out-q4_k_m.gguf"]
-    (place / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such shape')")
+    (llama_cpp / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such shape')")
     with pytest.raises(RuntimeError, match="no such shape"):
-        exported(tmp_path / "second", model, llama_cpp=str(place))
+        export_gguf(tmp_path / "second", model, llama_cpp=str(llama_cpp))
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -157,8 +158,8 @@ def test_llama_cpp_verifies_export_if_its_path_is_given(tmp_path: Path) -> None:
 TEXTS = ("red stone", "  héllo\n\n wörld ", "🦙 lamp\t東京", "red    lamp, seven\r\nnine", "<s> red</s>", "")
 
 
-def sentencepiece_in(folder: Path, pieces: list[str], legacy: bool = True, **changes) -> Path:
-    """A Llama whose vocabulary is SentencePiece's: special tokens, bytes, ``pieces`` (the best first), letters."""
+def save_sentencepiece_model(folder: Path, pieces: list[str], legacy: bool = True, **changes) -> Path:
+    """Save a Llama with a SentencePiece vocabulary: special tokens, bytes, ``pieces`` in order of score, letters."""
     letters = sorted({letter for text in (*TEXTS, *pieces) for letter in text if letter in "▁" or letter.isalpha()})
     letters = ["▁", *(letter for letter in letters if letter.isascii())]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
@@ -174,8 +175,8 @@ def sentencepiece_in(folder: Path, pieces: list[str], legacy: bool = True, **cha
     return folder
 
 
-def pieces_of(count: int = 60) -> list[str]:
-    """Pieces that training finds in words, each with the pieces that it may be joined from."""
+def trained_pieces(count: int = 60) -> list[str]:
+    """Return pieces of a trained BPE vocabulary, with the pieces that they are merged from."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator([" ".join(WORDS)] * 5, trainers.BpeTrainer(vocab_size=count, show_progress=False))
@@ -183,9 +184,8 @@ def pieces_of(count: int = 60) -> list[str]:
     return [*(piece for piece, _ in ranked if len(piece) > 1), "▁▁", "▁▁▁▁"]
 
 
-def joined(text: str, fields: dict) -> list[int]:
-    """llama.cpp's way with a text: join the neighbours whose token has the highest score, the leftmost first; what is
-    no token then is written as bytes."""
+def tokenize_as_llama_cpp(text: str, fields: dict) -> list[int]:
+    """Merge the adjacent parts with the highest score, the leftmost first; write unknown parts as bytes."""
     tokens, scores = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "scores"))
     ids = {token: at for at, token in enumerate(tokens)}
     parts = list((" " * fields["tokenizer.ggml.add_space_prefix"].contents() + text).replace(" ", "▁"))
@@ -204,22 +204,22 @@ def joined(text: str, fields: dict) -> list[int]:
 
 @pytest.mark.parametrize("legacy", [True, False])
 def test_sentencepiece_vocabulary_gives_same_ids(tmp_path: Path, legacy: bool) -> None:
-    model = sentencepiece_in(tmp_path / "model", pieces_of(), legacy)
-    file = exported(tmp_path / "out", model, export_gguf_type="f32")
+    model = save_sentencepiece_model(tmp_path / "model", trained_pieces(), legacy)
+    file = export_gguf(tmp_path / "out", model, export_gguf_type="f32")
     fields = gguf.GGUFReader(file).fields
     assert fields["tokenizer.ggml.model"].contents() == "llama"
     folder = AutoTokenizer.from_pretrained(file.parent)
-    back = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    loaded = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     for text in TEXTS:
-        assert back(text)["input_ids"] == folder(text)["input_ids"]
+        assert loaded(text)["input_ids"] == folder(text)["input_ids"]
     for text in (text for text in TEXTS[:-1] if text[0] not in " <"):
-        plain = folder(text, add_special_tokens=False)["input_ids"]
-        assert joined(text, fields) == plain
-        assert folder.decode(plain) == text
+        ids = folder(text, add_special_tokens=False)["input_ids"]
+        assert tokenize_as_llama_cpp(text, fields) == ids
+        assert folder.decode(ids) == text
 
 
-def with_legacy(model: Path, legacy: bool, **changes) -> Path:
-    """The folder as older versions of transformers wrote it, which say how spaces go."""
+def set_legacy(model: Path, legacy: bool, **changes) -> Path:
+    """Set ``legacy``, which older versions of transformers saved. It determines the handling of spaces."""
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "legacy": legacy, **changes}))
     return model
@@ -230,8 +230,8 @@ def with_legacy(model: Path, legacy: bool, **changes) -> Path:
 def test_exported_template_keeps_the_spacing_of_training(
     tmp_path: Path, template: str, legacy: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = with_legacy(sentencepiece_in(tmp_path / "model", pieces_of()), legacy)
-    exported(tmp_path / "out", model, export_format="safetensors", template=template)
+    model = set_legacy(save_sentencepiece_model(tmp_path / "model", trained_pieces()), legacy)
+    export_gguf(tmp_path / "out", model, export_format="safetensors", template=template)
     assert "Chat template checked: " in capsys.readouterr().out
     folder = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert folder.legacy is legacy
@@ -239,18 +239,18 @@ def test_exported_template_keeps_the_spacing_of_training(
 
 
 def test_prepended_spaces_of_a_normalizer_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = sentencepiece_in(tmp_path / "model", pieces_of())
-    with_legacy(model, True, tokenizer_class="PreTrainedTokenizerFast")
+    model = save_sentencepiece_model(tmp_path / "model", trained_pieces())
+    set_legacy(model, True, tokenizer_class="PreTrainedTokenizerFast")
     file = model / "tokenizer.json"
     spaces = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     changed = {"normalizer": {"type": "Sequence", "normalizers": spaces}, "pre_tokenizer": None}
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
-    exported(tmp_path / "out", model, export_format="safetensors", template="alpaca")
+    export_gguf(tmp_path / "out", model, export_format="safetensors", template="alpaca")
     assert "equals the training text except for spaces" in capsys.readouterr().out
 
 
 def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:
-    file = exported(tmp_path / "out", sentencepiece_in(tmp_path / "model", pieces_of()))
+    file = export_gguf(tmp_path / "out", save_sentencepiece_model(tmp_path / "model", trained_pieces()))
     fields = gguf.GGUFReader(file).fields
     tokens, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     result = {name: types[tokens.index(name)] for name in ("<unk>", "<s>", "<0x0A>", "<|im_end|>", "▁red")}
@@ -260,28 +260,28 @@ def test_each_sentencepiece_token_has_its_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "merges", "what"),
+     ("pieces", "merges", "message"),
     [
         (["re", "ed", "red"], [("r", "e"), ("e", "d"), ("re", "d")], 'no merge of "r" and "ed"'),
         (["re", "ed", "red", "ee"],
          [("r", "e"), ("e", "d"), ("re", "d"), ("e", "e"), ("r", "ed")], '"red" and "ee" alternate in priority'),
     ],
 )  # fmt: skip
-def test_merges_without_equivalent_scores_are_rejected(tmp_path: Path, pieces, merges, what: str) -> None:
-    model = sentencepiece_in(tmp_path / "model", pieces, merges=merges)
-    with pytest.raises(UserError, match=what):
-        exported(tmp_path / "out", model)
+def test_merges_without_equivalent_scores_are_rejected(tmp_path: Path, pieces, merges, message: str) -> None:
+    model = save_sentencepiece_model(tmp_path / "model", pieces, merges=merges)
+    with pytest.raises(UserError, match=message):
+        export_gguf(tmp_path / "out", model)
 
 
 def test_gguf_file_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, files = model_in(tmp_path / "model", "llama"), []
+    model, files = save_model(tmp_path / "model", "llama"), []
     write = gguf.GGUFWriter.write_tensors_to_file
 
-    def noting(writer: gguf.GGUFWriter) -> None:
+    def write_and_list_files(writer: gguf.GGUFWriter) -> None:
         write(writer)
         files.extend(path.name for path in (tmp_path / "out").glob("*.gguf"))
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", noting)
-    assert exported(tmp_path / "out", model, export_gguf_type="q8_0").name == "out-q8_0.gguf"
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", write_and_list_files)
+    assert export_gguf(tmp_path / "out", model, export_gguf_type="q8_0").name == "out-q8_0.gguf"
     assert files == [".incomplete-out-q8_0.gguf"]
     assert [path.name for path in (tmp_path / "out").glob("*.gguf")] == ["out-q8_0.gguf"]

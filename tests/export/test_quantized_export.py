@@ -1,7 +1,7 @@
 """Quantized ``burnish export``: calibration data, files in the folder, and checks before the work.
 
-Where gptqmodel is installed it quantizes a small model here, on the CPU, and the folder answers in transformers. A
-stand-in for it, a package of a few lines that copies the folder, shows the rest everywhere.
+If gptqmodel is installed, it quantizes a small model on the CPU, which is loaded in transformers. Other tests use a
+stand-in package of a few lines that copies the folder.
 """
 
 import json
@@ -49,7 +49,7 @@ CONFIGS = "def GPTQConfig(**given): return given\ndef AWQConfig(**given): return
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("quantized")
     make_model(root / "model", hidden_size=64, intermediate_size=128, num_key_value_heads=4)
     (root / "rows.json").write_text(json.dumps(records(40)))
@@ -57,8 +57,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def in_its_process(tmp_path, monkeypatch):
-    """A package "gptqmodel" that the process which quantizes imports in place of the library."""
+def stand_in_package(tmp_path, monkeypatch):
+    """A package "gptqmodel" that the quantization process imports instead of the library."""
     package = tmp_path / "stand_in" / "gptqmodel"
     (package / "quantization").mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
@@ -71,31 +71,31 @@ def in_its_process(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def stand_in(in_its_process, monkeypatch):
-    """The same, in this process, which has its libraries already."""
+def stand_in(stand_in_package, monkeypatch):
+    """The stand-in package, imported in this process."""
 
-    def run_here(command, **more):
+    def run_in_process(command, **more):
         quantized_export.main(Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.syspath_prepend(in_its_process)
+    monkeypatch.syspath_prepend(stand_in_package)
     for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(quantized_export.subprocess, "run", run_here)
+    monkeypatch.setattr(quantized_export.subprocess, "run", run_in_process)
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "gptqmodel"]:
         del sys.modules[name]
 
 
-def run(made: Path, target: Path, **options) -> Path:
-    options = {"model_name_or_path": str(made / "model"), "export_dir": str(target), "template": "chatml",
-               "export_quantization_bit": 4, "export_quantization_dataset": str(made / "rows.json"),
+def run(root: Path, target: Path, **options) -> Path:
+    options = {"model_name_or_path": str(root / "model"), "export_dir": str(target), "template": "chatml",
+               "export_quantization_bit": 4, "export_quantization_dataset": str(root / "rows.json"),
                **options}  # fmt: skip
     return export({name: RawValue(value, "the command line") for name, value in options.items()})
 
 
-def test_template_rows_calibrate_and_others_measure_perplexity(made, tmp_path, stand_in, capsys):
-    folder = run(made, tmp_path / "out", export_quantization_nsamples=20, export_quantization_maxlen=48)
+def test_template_rows_calibrate_and_others_measure_perplexity(root, tmp_path, stand_in, capsys):
+    folder = run(root, tmp_path / "out", export_quantization_nsamples=20, export_quantization_maxlen=48)
     stored = json.loads((folder / "quantize_config.json").read_text())
     assert len(stored["rows"]) == 20
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -107,8 +107,8 @@ def test_template_rows_calibrate_and_others_measure_perplexity(made, tmp_path, s
     assert "Perplexity on 4 other examples" in capsys.readouterr().out
 
 
-def test_quantized_folder_is_complete_without_temporary_files(made, tmp_path, stand_in):
-    folder = run(made, tmp_path / "place" / "out")
+def test_quantized_folder_is_complete_without_temporary_files(root, tmp_path, stand_in):
+    folder = run(root, tmp_path / "place" / "out")
     assert {path.name for path in folder.iterdir()} == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
         "quantize_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -119,19 +119,19 @@ def test_quantized_folder_is_complete_without_temporary_files(made, tmp_path, st
     assert "vllm serve out" in card
     header = yaml.safe_load(card.split("---")[1])
     assert header["tags"] == ["burnish", "gptq"]
-    assert str(made) not in card
+    assert str(root) not in card
 
 
-def test_perplexity_uses_eval_dataset_if_given(made, tmp_path, stand_in, capsys):
+def test_perplexity_uses_eval_dataset_if_given(root, tmp_path, stand_in, capsys):
     (tmp_path / "held.json").write_text(json.dumps(records(3)))
-    run(made, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
+    run(root, tmp_path / "out", eval_dataset=str(tmp_path / "held.json"))
     output = capsys.readouterr().out
     assert "calibrated with 40 examples" in output
     assert "Perplexity on 3 other examples" in output
 
 
-def test_perplexity_is_exp_of_mean_loss_over_learned_tokens(made):
-    model = AutoModelForCausalLM.from_pretrained(made / "model").eval()
+def test_perplexity_is_exp_of_mean_loss_over_trained_tokens(root):
+    model = AutoModelForCausalLM.from_pretrained(root / "model").eval()
     ids, labels = [5, 6, 7, 8, 9], [-100, -100, 7, 8, -100]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss.exp().item()
@@ -139,41 +139,41 @@ def test_perplexity_is_exp_of_mean_loss_over_learned_tokens(made):
 
 
 @pytest.mark.slow
-def test_library_failure_is_reported_and_leaves_no_folder(made, tmp_path, in_its_process):
+def test_library_failure_is_reported_and_leaves_no_folder(root, tmp_path, stand_in_package):
     with pytest.raises(RuntimeError, match="thirteen rows are too many"):
-        run(made, tmp_path / "place" / "out", export_quantization_nsamples=13)
+        run(root, tmp_path / "place" / "out", export_quantization_nsamples=13)
     assert list((tmp_path / "place").iterdir()) == []
 
 
 REJECTED = {
-    "awq of 8 bits": (
+    "awq with 8 bits": (
         {"export_quantization_method": "awq", "export_quantization_bit": 8},
         "export_quantization_bit: 4",
     ),
     "5 bits": ({"export_quantization_bit": 5}, "export_quantization_bit"),
     "no data": ({"export_quantization_dataset": None}, "no dataset is set"),
-    "a missing set": ({"export_quantization_dataset": "nowhere.json"}, "nowhere"),
-    "gguf too": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
-    "a method": ({"export_quantization_method": "aqlm"}, "gptq"),
+    "a missing dataset": ({"export_quantization_dataset": "nowhere.json"}, "nowhere"),
+    "gguf and quantization": ({"export_format": "gguf"}, "export_gguf_type: q4_0"),
+    "unknown method": ({"export_quantization_method": "aqlm"}, "gptq"),
 }
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_invalid_quantized_export_is_rejected_before_reading_weights(made, tmp_path, stand_in, name):
+def test_invalid_quantized_export_is_rejected_before_reading_weights(root, tmp_path, stand_in, name):
     options, message = REJECTED[name]
     with pytest.raises(UserError, match=message):
-        run(made, tmp_path / "place" / "out", **options)
+        run(root, tmp_path / "place" / "out", **options)
     assert not (tmp_path / "place").exists()
 
 
-def test_missing_quantization_library_is_reported_with_its_extra(made, tmp_path, monkeypatch):
+def test_missing_quantization_library_is_reported_with_its_extra(root, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.models.quantization.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'"burnish\[gptq\]"'):
-        run(made, tmp_path / "out")
+        run(root, tmp_path / "out")
 
 
 def test_incompatible_layers_are_reported(tmp_path, stand_in):
-    make_model(tmp_path / "model")  # 48 wide inside
+    make_model(tmp_path / "model")  # its intermediate size is 48
     (tmp_path / "rows.json").write_text(json.dumps(records(4)))
     with pytest.raises(UserError, match=r"(?s)q_proj has 32 and 32.*export_quantization_method: gptq"):
         run(tmp_path, tmp_path / "out", export_quantization_method="awq")
@@ -187,13 +187,13 @@ def test_model_without_linear_layers_is_rejected_by_name(tmp_path, stand_in):
         run(tmp_path, tmp_path / "out")
 
 
-def test_group_size_is_the_largest_divisor_of_all_layers(made, tmp_path):
-    assert group_of(AutoModelForCausalLM.from_pretrained(made / "model")) == 64
+def test_group_size_is_the_largest_divisor_of_all_layers(root, tmp_path):
+    assert group_of(AutoModelForCausalLM.from_pretrained(root / "model")) == 64
     assert group_of(AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model"))) == -1
 
 
-def test_llamafactory_quantization_config_is_accepted(made, tmp_path, stand_in, monkeypatch, capsys):
-    monkeypatch.chdir(made)
+def test_llamafactory_quantization_config_is_accepted(root, tmp_path, stand_in, monkeypatch, capsys):
+    monkeypatch.chdir(root)
     Path("c4_demo.jsonl").write_text("".join(json.dumps({"text": f"stone {n} river lamp"}) + "\n" for n in range(30)))
     Path("quantize.yaml").write_text(
         "### model\nmodel_name_or_path: model\ntemplate: qwen3_nothink\ntrust_remote_code: true\n\n"
@@ -207,18 +207,18 @@ def test_llamafactory_quantization_config_is_accepted(made, tmp_path, stand_in, 
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_4_bit_model_loads_in_transformers_with_similar_outputs(method, made, tmp_path):
+def test_4_bit_model_loads_in_transformers_with_similar_outputs(method, root, tmp_path):
     for library in ("gptqmodel", "optimum"):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    folder = run(made, tmp_path / "out", export_quantization_method=method)
+    folder = run(root, tmp_path / "out", export_quantization_method=method)
     config = AutoConfig.from_pretrained(folder)
     use_kernels_that_train(config)
     model = AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
     assert any(hasattr(module, "qweight") for module in model.modules())
-    whole = AutoModelForCausalLM.from_pretrained(made / "model").eval()
+    original = AutoModelForCausalLM.from_pretrained(root / "model").eval()
     rows = [{"input_ids": list(range(20, 60)), "labels": list(range(20, 60))}]
-    with torch.compiler.set_stance("force_eager"):  # a kernel would be compiled for one row
+    with torch.compiler.set_stance("force_eager"):  # no kernel is compiled for a single row
         result = perplexity(model, rows)
-    assert result == pytest.approx(perplexity(whole, rows), rel=0.05)
-    assert result != perplexity(whole, rows)
+    assert result == pytest.approx(perplexity(original, rows), rel=0.05)
+    assert result != perplexity(original, rows)

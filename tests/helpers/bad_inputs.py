@@ -1,4 +1,4 @@
-"""Bad inputs as a user meets them: a valid working directory, a change to it, and how the output is read."""
+"""Helpers of tests with bad inputs: a valid working directory, changes to it, and checks of the output."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def write(name: str, content: Any) -> None:
 
 
 def change(name: str, **values: Any) -> None:
-    """Keys of a JSON file; None takes one out."""
+    """Change keys of a JSON file; None removes a key."""
     changed = {**json.loads(Path(name).read_text(encoding="utf-8")), **values}
     write(name, {key: value for key, value in changed.items() if value is not None})
 
@@ -48,10 +48,10 @@ def cut_short(name: str, num_bytes: int = 100) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: its number, what is wrong, and the expected messages."""
+    """A bad input: its number, a function that prepares it, and the expected messages."""
 
     number: str
-    wrong: Callable[[], None]
+    prepare: Callable[[], None]
     expected: list[str]
     argv: list[str] = field(default_factory=list)  # additional command-line arguments
 
@@ -60,39 +60,39 @@ class Case:
 
 
 def read_output(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """(standard output, standard error), of which no part is a traceback and no problem longer than four lines."""
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.out + shown.err
-    for problem in shown.err.split("error: ")[1:]:
+    """Return standard output and standard error. They contain no traceback, and at most four lines per problem."""
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    for problem in captured.err.split("error: ")[1:]:
         assert len(problem.splitlines()) <= 4, problem
-    return shown.out, shown.err
+    return captured.out, captured.err
 
 
 SENTENCES = Path(__file__).parents[1] / "golden" / "bad_inputs.json"
 WRITES = "BURNISH_WRITE_SENTENCES"
-"""With this variable in the environment ``matches_stored_message`` rewrites the table; check the diff before the
+"""If this environment variable is set, ``matches_stored_message`` updates the table; check the diff before the
 commit."""
 
 
-NAMES_MISSING = {"option A21": "wandb", "option A33": "bitsandbytes", "option A34": "deepspeed"}
-"""Answers that name a library as missing; where it is installed they are others."""
+MISSING_LIBRARIES = {"option A21": "wandb", "option A33": "bitsandbytes", "option A34": "deepspeed"}
+"""Messages about a missing library, which differ if it is installed."""
 
 
-OF_NEWER_PYTHON = {
+PYTHON_313_MESSAGES = {
     "column 35: invalid JSON: Illegal trailing comma before end of object": (
         "column 36: invalid JSON: Expecting property name enclosed in double quotes"
     )
 }
-"""What Python 3.13 says of a broken file, and what earlier ones say."""
+"""JSON errors of Python 3.13, and those of earlier versions."""
 
 
 def matches_stored_message(name: str, err: str, folder: Path) -> bool:
-    """Tell whether ``err`` is the whole answer to the bad input of that name, folders shown as points."""
-    for place, shown in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[2], "burnish")):
-        err = err.replace(str(place), shown)
-    for newer, older in OF_NEWER_PYTHON.items():
+    """Tell whether ``err`` is the stored output for that bad input, with a dot for the working directory."""
+    for path, replacement in ((folder.resolve(), "."), (folder, "."), (Path(__file__).parents[2], "burnish")):
+        err = err.replace(str(path), replacement)
+    for newer, older in PYTHON_313_MESSAGES.items():
         err = err.replace(newer, older)
-    if name in NAMES_MISSING and find_spec(NAMES_MISSING[name]):
+    if name in MISSING_LIBRARIES and find_spec(MISSING_LIBRARIES[name]):
         return True
     table = json.loads(SENTENCES.read_text(encoding="utf-8")) if SENTENCES.is_file() else {}
     if os.environ.get(WRITES):

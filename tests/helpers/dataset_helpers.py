@@ -16,22 +16,19 @@ from burnish.loop.types import Example
 
 
 def alpaca_record(number: int, answer: Any = "yes") -> dict[str, Any]:
-    """An alpaca record."""
     return {"instruction": f"Is {number} a number?", "input": "", "output": answer}
 
 
 def sharegpt_record(*turns: tuple[str, Any]) -> dict[str, Any]:
-    """A sharegpt record."""
     return {"conversations": [{"from": role, "value": value} for role, value in turns]}
 
 
 def openai_record(*turns: tuple[str, Any]) -> dict[str, Any]:
-    """An OpenAI record."""
     return {"messages": [{"role": role, "content": value} for role, value in turns]}
 
 
 def write(path: Path, records: Any) -> Path:
-    """A file of records by its suffix; text and bytes are written as they are."""
+    """Write records as JSON Lines or JSON, by the suffix. Strings and bytes are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(records, bytes):
         path.write_bytes(records)
@@ -57,19 +54,19 @@ def load(seed: int = 0, stats: DataStats | None = None, searches_hubs: bool = Tr
 
 
 def load_records(records: Sequence[Any], **entry: Any) -> list[Example]:
-    """The examples of records that lie in memory, under an entry as dataset_info.json would hold it."""
+    """Return the examples of records in memory, with ``entry`` as their entry in dataset_info.json."""
     return list(load(dataset="set", dataset_dir={"set": {"records": list(records), **entry}}).train)
 
 
 def load_error(**options: Any) -> str:
-    """The message to the user."""
-    with pytest.raises(UserError) as caught:
+    """Return the message of the error that loading raises."""
+    with pytest.raises(UserError) as raised:
         load(**options)
-    for problem in caught.value.problems:
+    for problem in raised.value.problems:
         assert len(str(problem).split("\n")) <= 4, f"more than four lines: {problem}"
-    return str(caught.value)
+    return str(raised.value)
 
 
 def role_contents(example: Example) -> list[tuple[str, str]]:
-    """(role, content) of each message."""
+    """Return (role, content) of each message."""
     return [(message.role, message.content) for message in example.messages]

@@ -36,7 +36,7 @@ _TOO_SLOW_OR_OTHER = {
     "blt", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "mllama", "llama4", "git", "got_ocr2", "roc_bert",
     "phi4_multimodal", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "emu3", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
-"""Models of several modalities, and models that do not become small with these sizes."""
+"""Multimodal models, and models that are still large with these sizes."""
 
 
 def tiny_config(model_type: str) -> Any:
@@ -55,7 +55,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def tiny_models(model_types: list[str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (model type, model) of each family that can be built, in float32 with weights by a fixed seed."""
+    """Yield (model type, model) of each family that can be built, in float32 with weights from a fixed seed."""
     for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if model_types is None else model_types:
         kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
         if kind is None or model_type not in CONFIG_MAPPING or model_type in _TOO_SLOW_OR_OTHER:

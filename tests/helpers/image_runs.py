@@ -9,7 +9,7 @@ from vision_models import golden, image_models
 
 TEMPLATES = {"qwen2_5_vl": "qwen2_vl", "gemma3": "gemma3", "llava": "llava", "internvl": "intern_vl"}
 OTHERS = {"paligemma": "paligemma", "mistral3": None, "mllama": "mllama", "llava_onevision": None, "smolvlm": None}
-"""Families without golden rows of LLaMA-Factory, and the named templates that are for them."""
+"""Families without golden rows of LLaMA-Factory, and their named templates."""
 GLM = {"glm4v": "glm4v", "glm46v": "glm4_5v"}
 """GLM-4.1V and GLM-4.6V, for which golden rows of videos exist."""
 RECORDS = ("one", "two", "turns", "text")
@@ -61,7 +61,7 @@ def write_sets(folder, records):
 
 
 def train(workspace, out, family="qwen2_5_vl", **changes):
-    """A run; returns its folder."""
+    """Train a run and return its folder."""
     folder = workspace / out
     options = {
         "model_name_or_path": str(workspace / family), "template": (TEMPLATES | OTHERS | GLM)[family], "stage": "sft",

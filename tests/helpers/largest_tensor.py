@@ -5,16 +5,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest tensor that any operation makes, in elements, and the number of operations."""
+    """Records the size of the largest tensor that an operation returns, in elements, and the number of operations."""
 
     def __init__(self):
         super().__init__()
         self.numel, self.calls = 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple | list) else [made]:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes():
                 self.numel = max(self.numel, tensor.numel())
         self.calls += 1
-        return made
+        return result

@@ -1,7 +1,8 @@
-"""Tokens and predictions of llama.cpp for a GGUF file; run by an environment that has llama-cpp-python.
+"""Print tokens and predictions of llama.cpp for a GGUF file. Run in an environment with llama-cpp-python.
 
-In (standard input): ``{"file": path, "texts": [str], "prompts": [[id]], "new": 16, "rows": [[id]]}``. Out: the ids of
-the texts, the greedy ids after each prompt, and the likeliest next id at each place of each row.
+Input (standard input): ``{"file": path, "texts": [str], "prompts": [[id]], "new": 16, "rows": [[id]]}``. Output: the
+ids
+of the texts, the greedy ids after each prompt, and the most likely next id at each position of each row.
 """
 
 import json
@@ -14,23 +15,23 @@ request = json.load(sys.stdin)
 model = Llama(request["file"], n_ctx=256, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
 
 
-def likeliest(ids):
+def most_likely_ids(ids):
     model.reset()
     model.eval(ids)
     return numpy.asarray(model.scores[: len(ids)]).argmax(-1).tolist()
 
 
 def greedy(ids):
-    made = likeliest(ids)[-1:]
-    while len(made) < request["new"]:
-        model.eval(made[-1:])
-        made.append(int(numpy.asarray(model.scores[model.n_tokens - 1]).argmax()))
-    return made
+    new_ids = most_likely_ids(ids)[-1:]
+    while len(new_ids) < request["new"]:
+        model.eval(new_ids[-1:])
+        new_ids.append(int(numpy.asarray(model.scores[model.n_tokens - 1]).argmax()))
+    return new_ids
 
 
 answers = {
     "ids": [model.tokenize(text.encode(), add_bos=False, special=True) for text in request["texts"]],
     "greedy": [greedy(prompt) for prompt in request["prompts"]],
-    "likeliest": [likeliest(row) for row in request["rows"]],
+    "likeliest": [most_likely_ids(row) for row in request["rows"]],
 }
 json.dump(answers, sys.stdout)

@@ -1,7 +1,6 @@
-"""A local hub with the parts of the Hugging Face Hub's and ModelScope's HTTP interface that their clients use.
+"""A local server with the parts of the Hugging Face Hub's and ModelScope's HTTP interface that their clients use.
 
-Repositories are folders. A name beginning with ``private/`` wants the token ``sesame``; the only revisions are the ones
-given.
+Repositories are folders. Names that begin with ``private/`` require the token ``sesame``. The revisions are fixed.
 """
 
 import hashlib
@@ -36,17 +35,17 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self):
         parts = urlsplit(self.path)
-        words = [unquote(word) for word in parts.path.strip("/").split("/")]
+        segments = [unquote(segment) for segment in parts.path.strip("/").split("/")]
         self.asked.append(f"{self.command} {parts.path}")
-        if words[:2] == ["api", "v1"]:
-            return self.modelscope(words[3:], parse_qs(parts.query))
-        if words[0] == "api":
-            return self.listing("/".join(words[2:4]), words[4:])
-        words = words[1:] if words[0] == "datasets" else words
-        return self.resolve("/".join(words[:2]), words[3], "/".join(words[4:]))
+        if segments[:2] == ["api", "v1"]:
+            return self.modelscope(segments[3:], parse_qs(parts.query))
+        if segments[0] == "api":
+            return self.listing("/".join(segments[2:4]), segments[4:])
+        segments = segments[1:] if segments[0] == "datasets" else segments
+        return self.resolve("/".join(segments[:2]), segments[3], "/".join(segments[4:]))
 
     def refused(self, name, revision):
-        """Tell whether there is no such repository for this client; the answer is sent then."""
+        """Send an error if the repository or revision does not exist for this client. Returns whether it did."""
         if name.startswith("private/") and TOKEN not in self.headers.get("Authorization", ""):
             return self.send(401, error="GatedRepo") or True
         if name not in self.folders:
@@ -81,14 +80,14 @@ class Hub(BaseHTTPRequestHandler):
         path = self.folders[name] / file
         return self.send(200, path.read_bytes()) if path.is_file() else self.send(404, error="EntryNotFound")
 
-    def modelscope(self, words, query):
-        name, revision = "/".join(words[:2]), query.get("Revision", ["master"])[0]
+    def modelscope(self, segments, query):
+        name, revision = "/".join(segments[:2]), query.get("Revision", ["master"])[0]
         if self.refused(name, "main" if revision == "master" else revision):
             return None
-        if words[2:] == ["revisions"]:
+        if segments[2:] == ["revisions"]:
             return self.send(200, {"Code": 200, "Success": True, "Data": {"RevisionMap": {
                 "Branches": [{"Revision": "master", "CreatedAt": 0}], "Tags": []}}})  # fmt: skip
-        if words[2:] == ["repo"]:
+        if segments[2:] == ["repo"]:
             return self.resolve(name, "main", query["FilePath"][0])
         result = [
             {"Name": path.name, "Path": str(path.relative_to(self.folders[name])), "Type": "blob",
@@ -96,7 +95,9 @@ class Hub(BaseHTTPRequestHandler):
             for path in self.files(name)
         ]  # fmt: skip
         data = (
-            {"Files": result, "TotalCount": len(result), "LatestCommitter": {}} if "repo" in words else {"Name": name}
+            {"Files": result, "TotalCount": len(result), "LatestCommitter": {}}
+            if "repo" in segments
+            else {"Name": name}
         )
         return self.send(200, {"Code": 200, "Success": True, "Data": data})
 
@@ -115,7 +116,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(**folders):
-    """The address of a hub that holds ``org_name=folder`` as org/name, until the block ends; and what it was asked."""
+    """Serve ``org_name=folder`` as org/name until the block ends. Yields the address and the list of requests."""
     handler = type("Handler", (Hub,), {"folders": {k.replace("_", "/", 1): v for k, v in folders.items()}, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)

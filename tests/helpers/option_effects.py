@@ -1,7 +1,7 @@
-"""A value for each option of a run and its expected effect: the tables of ``test_every_key.py``.
+"""A value of each option of a run and its expected effect: the tables of ``test_every_key.py``.
 
-``OPTION_EFFECTS`` has a row for each option that a tiny run can show: the value, the part of the run that has to differ
-from the run without it, and how. ``TESTED_BY`` names the test in another file that covers the rest.
+``OPTION_EFFECTS`` has a row for each option whose effect a tiny run can show: the value, the part of the outcome that
+differs from a run without it, and how it differs. ``TESTED_BY`` names the tests of the other options.
 """
 
 import operator
@@ -14,13 +14,13 @@ from burnish.parallel.precision import has_fast_bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """One option.
+    """The expected effect of an option.
 
     Args:
-        value: what it is set to.
-        part: of the outcome, one of ``PARTS``.
-        shows: (the part without it, the part with it) -> whether it did what it says.
-        beside: options that both runs have.
+        value: the value of the option.
+        part: a part of the outcome, one of ``PARTS``.
+        shows: a function of the part without and with the option that tells whether the effect is the expected one.
+        beside: further options of both runs.
     """
 
     value: Any
@@ -50,13 +50,13 @@ def becomes_empty(before, after):
 
 
 def groups_have(name, *values):
-    """The groups of the optimizer have these values of a setting, and had others."""
+    """The parameter groups have exactly these values of a setting, unlike without the option."""
 
-    def shown(before, after):
-        had, have = ({group.get(name) for group in each["groups"]} for each in (before, after))
-        return have == set(values) != had
+    def changed_values(before, after):
+        old, new = ({group.get(name) for group in outcome["groups"]} for outcome in (before, after))
+        return new == set(values) != old
 
-    return shown
+    return changed_values
 
 
 def another_optimizer(before, after):
@@ -103,7 +103,7 @@ EVERY_STEP = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1}
 BEST = {"metric_for_best_model": "eval_loss", **EVERY_STEP}
 
 OPTION_EFFECTS: dict[str, Row] = {
-    # what the run does
+    # training, evaluation and prediction
     "stage": Row("pt", "rows", beside={"dataset": "texts.jsonl"}),
     "do_train": Row(False, "weights", becomes_empty, {"do_eval": True, **EVALUATED}),
     "do_eval": Row(True, "files", writes("eval_results.json"), EVALUATED),
@@ -141,7 +141,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "streaming": Row(True, "rows", lambda before, after: sorted(map(str, before)) == sorted(map(str, after))),
     "on_bad_record": Row("drop", "refused", becomes_empty, {"dataset": "bad.json"}),
     "on_empty_target": Row("raise", "refused", lambda before, after: "empty" in after, {"dataset": "empty.json"}),
-    # what is learned
+    # labels and templates
     "train_on_prompt": Row(True, "learned", has_more),
     "mask_history": Row(True, "learned", has_fewer, {"dataset": "chats.json"}),
     "train_on_eos": Row("none", "learned", has_fewer),
@@ -194,7 +194,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "adam_beta2": Row(0.9, "optimizer", groups_have("betas", (0.9, 0.9))),
     "adam_epsilon": Row(1e-3, "optimizer", groups_have("eps", 1e-3)),
     "max_grad_norm": Row(1e-3, "weights", other_numbers, {"optim": "sgd"}),
-    # when
+    # intervals
     "logging_strategy": Row("no", "log", has_fewer),
     "logging_steps": Row(2, "log", has_fewer),
     "logging_first_step": Row(True, "log", has_more, {"logging_steps": 2}),
@@ -215,7 +215,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "early_stopping_steps": Row(1, "log", has_fewer, {"early_stopping_threshold": 100.0, **BEST}),
     "early_stopping_threshold": Row(100.0, "log", has_fewer, {"early_stopping_steps": 1, **BEST}),
     "output_dir": Row("another", "files", becomes_empty),
-    # answers
+    # generation
     "predict_with_generate": Row(
         True, "answers", lambda before, after: not before and len(after) == 2,
         {**PREDICTED, "predict_with_generate": False},
@@ -238,10 +238,10 @@ OPTION_EFFECTS: dict[str, Row] = {
     "repetition_penalty": Row(1.5, "generation", sets("repetition_penalty", 1.5)),
     "length_penalty": Row(2.0, "generation", sets("length_penalty", 2.0), {"num_beams": 2}),
     "cache_implementation": Row("static", "generation", sets("cache_implementation", "static")),
-    # what is shown
+    # output
     "plot_loss": Row(True, "files", writes("training_loss.png")),
     "include_num_input_tokens_seen": Row(True, "log", lambda before, after: "num_input_tokens_seen" in after[0]),
-    # where it runs
+    # devices and precision
     "bf16": Row(True, "weights", other_numbers),
     "fp16": Row(True, "weights", other_numbers)
     if has_fast_bfloat16()
@@ -276,7 +276,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "eaft_alpha": Row(9.0, "log", loss_falls_below(1), {"use_eaft_loss": True}),
     "compute_accuracy": Row(True, "log", logs_more),
     "compute_entropy": Row(True, "log", logs_more),
-    # optimizers with options of their own
+    # options of single optimizers
     "use_badam": Row(True, "moved", only_some_moved(["layers.0."]), {"badam_switch_interval": 9}),
     "badam_mode": Row("ratio", "weights", other_numbers, BADAM),
     "badam_start_block": Row(1, "moved", lambda before, after: not set(before) & set(after), BADAM_IN_ONE_BLOCK),
@@ -305,7 +305,7 @@ OPTION_EFFECTS: dict[str, Row] = {
     "use_adam_mini": Row(True, "weights", other_numbers),
 }  # fmt: skip
 
-# --- what other tests show --------------------------------------------------------------------------------------------
+# --- options that other tests cover -----------------------------------------------------------------------------------
 
 TESTED_BY: dict[str, str] = {
     "crop_to_patches": "run/image_options: internvl_tiles_can_be_disabled",

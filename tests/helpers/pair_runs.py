@@ -1,4 +1,4 @@
-"""Training runs over a few preference pairs with a tiny model."""
+"""Training runs on a few preference pairs with a tiny model."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def pairs(count=12):
 
 
 def make_pair_workspace(folder):
-    """A folder with two models and a set of pairs."""
+    """Fill a folder with three models and a dataset of pairs, and return it."""
     make_model(folder / "model")
     make_model(folder / "other", seed=1)
     make_model(folder / "dropping", dropout=0.5)
@@ -27,7 +27,7 @@ def make_pair_workspace(folder):
 
 
 def run_options(workspace, **changes):
-    made = {
+    options = {
         "stage": "dpo", "model_name_or_path": "model", "dataset": str(workspace / "pairs.json"), "template": "chatml",
         "finetuning_type": "full", "cutoff_len": 128, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
         "max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
@@ -35,9 +35,9 @@ def run_options(workspace, **changes):
         "output_dir": str(workspace / "out"), "overwrite_output_dir": True, **changes,
     }  # fmt: skip
     for name in ("model_name_or_path", "ref_model"):
-        if name in made:
-            made[name] = str(workspace / made[name])
-    return {name: RawValue(value) for name, value in made.items()}
+        if name in options:
+            options[name] = str(workspace / options[name])
+    return {name: RawValue(value) for name, value in options.items()}
 
 
 def train_on_pairs(workspace, monkeypatch, **changes):

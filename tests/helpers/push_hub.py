@@ -1,4 +1,4 @@
-"""A server that implements the part of the Hub's protocol with which huggingface_hub uploads folders."""
+"""A server with the part of the Hub's protocol that huggingface_hub uses to upload folders."""
 
 import base64
 import json
@@ -15,12 +15,12 @@ import pytest
 class Hub(ThreadingHTTPServer):
     """Keeps repositories and commits in memory.
 
-    ``made``: repository -> whether it is private; ``commits``: message and files of each; ``before_upload``: called
-    before the files of a folder are read.
+    ``made`` contains the visibility of each repository, ``commits`` the message and files of each commit.
+    ``before_upload`` is called before the files of a folder are read.
     """
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), RequestHandler)
         self.made, self.commits, self.tokens, self.branches = {}, [], set(), []
         self.before_upload = lambda: None
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -30,15 +30,15 @@ class Hub(ThreadingHTTPServer):
         return {name: content for _, files in self.commits for name, content in files.items()}
 
 
-class Answers(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     def do_POST(self):
         hub, path = self.server, self.path.split("?")[0].removeprefix("/api/")
         body = self.rfile.read(int(self.headers["Content-Length"]))
         hub.tokens.add(self.headers.get("Authorization"))
         if path == "repos/create":
-            questions = json.loads(body)
-            name = f"{questions['organization'] or 'me'}/{questions['name']}"
-            hub.made[name] = questions.get("visibility")
+            request = json.loads(body)
+            name = f"{request['organization'] or 'me'}/{request['name']}"
+            hub.made[name] = request.get("visibility")
             self.answer({"url": f"{hub.url}/{name}", "name": name})
         elif path == "validate-yaml":
             self.answer({"errors": [], "warnings": []})
@@ -72,8 +72,8 @@ class Answers(BaseHTTPRequestHandler):
 
 def wait_until(condition, timeout_s=60.0):
     """Wait until a condition is true, and return whether it became true."""
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
 

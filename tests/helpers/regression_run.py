@@ -37,7 +37,7 @@ class Regression(nn.Module):
 
 @dataclass
 class RegressionObjective(Objective):
-    """Squared error, summed; every row weighs one unless its label is ignored."""
+    """The sum of squared errors over rows whose label is not ignored."""
 
     def collate(self, rows):
         return {"input_ids": torch.stack([r[0] for r in rows]), "labels": torch.stack([r[1] for r in rows])}
@@ -67,7 +67,7 @@ def make_run(
     objective=None,
     **overrides,
 ):
-    """A loop and its options. ``given``: any option."""
+    """Return a loop and its options."""
     overrides = {
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
@@ -84,8 +84,8 @@ def make_run(
     steps = plan_steps(options, num_rows, inner_steps=objective.inner_steps)
     scheduler = create_scheduler(optimizer, options, steps.max_steps, options.learning_rate)
     state = TrainerState.at_start(options, steps, options.per_device_train_batch_size)
-    cut = StepPartition(options.per_device_train_batch_size, options.gradient_accumulation_steps)
-    loader = RowLoader(rows(num_rows), objective.collate, cut, seed=options.seed, options=options)
+    partition = StepPartition(options.per_device_train_batch_size, options.gradient_accumulation_steps)
+    loader = RowLoader(rows(num_rows), objective.collate, partition, seed=options.seed, options=options)
     handler = CallbackHandler([DefaultFlowCallback(), *callbacks], options, state, TrainerControl(), model=model)
     checkpoints = Checkpoints(
         folder, limit=options.save_total_limit, in_background=options.save_in_background, listeners=handler,
@@ -101,7 +101,7 @@ def make_run(
 
 
 class Weights:
-    """A model as the part of a checkpoint."""
+    """The weights of a model as a part of checkpoints."""
 
     file_stem = "model"
 
@@ -122,7 +122,7 @@ def without_times(history):
 
 
 class StopAt(TrainerCallback):
-    """Saves after a step, and ends the run there."""
+    """Saves a checkpoint after a step and stops the run."""
 
     def __init__(self, step):
         self.step = step

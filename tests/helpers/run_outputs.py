@@ -1,4 +1,4 @@
-"""Read the output files of a run, and a script that kills its run in mid-epoch."""
+"""Readers of the output files of a run, and a script that kills its run in the middle of an epoch."""
 
 import json
 from pathlib import Path

@@ -23,13 +23,13 @@ WALK_THROUGH = """--stage sft --do_train True --model_name_or_path models/Qwen2-
 --output_dir saves/Qwen2-0.5B/full/train_test --fp16 True --plot_loss True --ddp_timeout 180000000
 --include_num_input_tokens_seen True --badam_mode layer --badam_switch_mode ascending --badam_switch_interval 50
 --badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps --eval_steps 100 --per_device_eval_batch_size 2"""
-"""A command of LLaMA-Factory, as a walk-through of its gives it."""
+"""Arguments from a tutorial of LLaMA-Factory."""
 
 
 def make_model(
     folder: Path, dropout: float = 0.0, seed: int = 0, end: str = "<|im_end|>", dtype: str = "float32", **changes
 ) -> Path:  # fmt: skip
-    """A Llama of some ten thousand weights and a byte-level tokenizer with ChatML markers, as a folder."""
+    """Save a Llama with about ten thousand weights, and a byte-level tokenizer with ChatML tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -65,7 +65,7 @@ def records(count: int = 24) -> list[dict[str, str]]:
 
 
 def make_workspace(folder: Path, count: int = 24, dropout: float = 0.0, **options) -> dict:
-    """The options of a run over files in ``folder``, as a user would write them."""
+    """Write a model and a dataset to ``folder``, and return the options of a run on them."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         make_model(folder / "model", dropout)
@@ -79,5 +79,5 @@ def make_workspace(folder: Path, count: int = 24, dropout: float = 0.0, **option
 
 
 def as_arguments(options: dict) -> list[str]:
-    """The options as a command line."""
+    """Return the options as command-line arguments."""
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -1,4 +1,4 @@
-"""Conversations, tools and a tokenizer for template tests, made in memory and equal on every machine."""
+"""Conversations, tools and a tokenizer for template tests, created in memory and equal on every machine."""
 
 import json
 import random
@@ -28,11 +28,11 @@ FAST_TEMPLATES = {
     "phi4",
     "qwen3",
 }
-"""Templates that stand for the others in ``make test-fast``."""
+"""Representative templates, tested in ``make test-fast``."""
 
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "templates.json").read_text(encoding="utf-8"))
-"""Rows that LLaMA-Factory makes of the cases below (golden/make_templates_golden.py)."""
+"""LLaMA-Factory's rows of the cases below (golden/make_templates_golden.py)."""
 
 WEATHER = {
     "name": "get_weather",
@@ -99,9 +99,9 @@ CONVERSATIONS = {
 
 
 def _random_case(seed):
-    """A conversation that nobody thought of: odd texts, calls, observations and thoughts in any order."""
+    """Return a random conversation: unusual texts, with calls, observations and thoughts in any order."""
     draw = random.Random(seed)
-    odd = [
+    texts = [
         "hi",
         "日本語",
         "😀🏽",
@@ -117,7 +117,7 @@ def _random_case(seed):
     ]
 
     def text(least=0):
-        return "".join(draw.choice(odd) for _ in range(draw.randint(least, 6)))
+        return "".join(draw.choice(texts) for _ in range(draw.randint(least, 6)))
 
     def answer():
         if draw.random() < 0.4:
@@ -152,8 +152,8 @@ def example(case, name=""):
 
 
 def byte_tokenizer(*more, bos="<s>", eos="</s>"):
-    """A token per byte, and one for each control token of every named template; last those of burnish's own templates,
-    so that the ids of the others are those of the golden rows."""
+    """Return a tokenizer with a token per byte and per control token of all named templates. Those of burnish's own
+    templates are last, so that the other ids are those of the golden rows."""
     tokens = {bos: None, eos: None, "<think>": None, "</think>": None, "<tool_call>": None, "</tool_call>": None}
     for _, spec in sorted(table().items(), key=lambda row: row[0] not in GOLDEN["rows"]):
         tokens |= dict.fromkeys((*spec.control_tokens, *spec.stop_words))
@@ -166,18 +166,18 @@ def byte_tokenizer(*more, bos="<s>", eos="</s>"):
 
 
 def template_options(**options):
-    """Options as a component receives them: one flat object."""
+    """Return template options as one flat object, as components receive them."""
     return SimpleNamespace(**(vars(TemplateOptions()) | vars(EncodingOptions()) | options))
 
 
 def to_chat_messages(turns, spec):
-    """The messages as transformers' users write them."""
+    """Return the messages in the format of transformers."""
     chat = [{"role": "system", "content": turns.system}] if turns.system else []
     for message in turns.messages:
         if message.role == "function":
-            before, calls = read_calls(message.content, spec.thought_words, spec.tool_call_words)
-            called = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
-            chat.append({"role": "assistant", "content": before, "tool_calls": called})
+            content, calls = read_calls(message.content, spec.thought_words, spec.tool_call_words)
+            tool_calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+            chat.append({"role": "assistant", "content": content, "tool_calls": tool_calls})
         else:
             chat.append({"role": {"observation": "tool"}.get(message.role, message.role), "content": message.content})
     return chat

@@ -12,7 +12,7 @@ from burnish.utils.patching import patch
 
 
 def add_lora_adapters(base: nn.Module, *names: str, is_patched: bool = True, seed: int = 0, **settings) -> nn.Module:
-    """``base`` under adapters of these names ("one"), with factors that are not zero; the first of them is active."""
+    """Return ``base`` with LoRA adapters of these names (by default "one") and nonzero factors. The first is active."""
     holder = nn.ModuleDict({"layer": base})
     generator = torch.Generator().manual_seed(seed)
     for name in names or ("one",):
@@ -29,5 +29,5 @@ def add_lora_adapters(base: nn.Module, *names: str, is_patched: bool = True, see
 
 
 def lora_factors(layer: nn.Module, name: str = "one") -> tuple[nn.Parameter, nn.Parameter]:
-    """A (r, I) and B (O, r)."""
+    """Return A (r, I) and B (O, r)."""
     return layer.lora_A[name].weight, layer.lora_B[name].weight

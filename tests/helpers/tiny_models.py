@@ -48,12 +48,12 @@ CONFIGS = {
 
 
 def mixtral_config() -> MixtralConfig:
-    """A mixture of experts, whose file has other tensors than its memory."""
+    """Return the config of a mixture of experts, whose saved tensors differ from those in memory."""
     return MixtralConfig(**_LLAMA, num_local_experts=2, num_experts_per_tok=1)
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
-    """A model of the family with random weights from ``seed``, in evaluation mode."""
+    """Return a model of the family with random weights, in evaluation mode."""
     config = CONFIGS[family]() if family in CONFIGS else mixtral_config()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -62,24 +62,26 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes) -> PreTrainedMod
 
 
 def token_ids(rows: int = 2, length: int = 6, seed: int = 0) -> torch.Tensor:
-    """(rows, length) random token ids."""
+    """Return (rows, length) random token ids."""
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def tiny_tokenizer(**special):
-    """A tokenizer of as many words as the tiny models have rows; with an end, a beginning and padding unless told."""
+    """Return a word-level tokenizer with the vocabulary of the tiny models. ``special`` overrides special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 4))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    known = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{k: v for k, v in known.items() if v is not None})
+    special_tokens = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{k: v for k, v in special_tokens.items() if v is not None}
+    )
 
 
 def saved_model(folder, family: str = "llama", tokenizer=None, **changes):
-    """A folder with a tiny model and tokenizer in it, as they are published."""
+    """Save a tiny model and tokenizer to a folder, and return it."""
     tiny_model(family, **changes).save_pretrained(folder)
     (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return folder

@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def tiny(family="llama", dtype=torch.float32, seed=0, **changes):
-    """A model of that family in training mode; ``changes`` to its config."""
+    """Return a model of the family in training mode, with ``changes`` to its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -51,4 +51,4 @@ KEEPS_APART = [
     "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "phi", "gpt2", "gpt_neox", "opt", "cohere",
     "granite", "mixtral", "qwen3_moe", "gpt_oss",
 ]  # fmt: skip  # fmt: skip
-"""Families whose attention keeps the sequences of a row apart."""
+"""Families in which packed sequences do not attend to each other."""

@@ -20,12 +20,12 @@ gpt2, text_rows, bert, classes = parity.lm, parity.text_rows, parity.classifier,
 
 smooths_a_whole_step = pytest.mark.skipif(
     "num_items_in_batch" not in signature(LabelSmoother.__call__).parameters,
-    reason="before 5.16 transformers' own trainer smooths each micro-batch for itself",
+    reason="before 5.16, transformers averages the label-smoothed loss of each micro-batch separately",
 )
 
 
 class Regression(nn.Module):
-    """y = a x + b; the whole of it fits in a head."""
+    """The model ``y = a x + b``."""
 
     def __init__(self, a=0.0, b=0.0, dropout=0.0):
         super().__init__()
@@ -49,13 +49,13 @@ def arguments(folder, **options):
 
 
 def make_trainer(folder, kind=Trainer, model=None, train=None, trainer=None, **options):
-    """A trainer on the regression, quiet. ``trainer``: of its constructor; ``given``: of its arguments."""
-    made = kind(
+    """Return a trainer of the regression without progress output. ``trainer`` are further constructor arguments."""
+    result = kind(
         Regression() if model is None else model, arguments(folder, **options),
         train_dataset=points() if train is None else train, **(trainer or {}),
     )  # fmt: skip
-    made.remove_callback(PrinterCallback)
-    return made
+    result.remove_callback(PrinterCallback)
+    return result
 
 
 def losses(trainer):
@@ -71,7 +71,7 @@ def same(a, b):
 
 
 def transformers_arguments(folder, **options):
-    """transformers' own arguments, where a test needs them."""
+    """Return transformers' ``TrainingArguments``."""
     defaults = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
     return transformers.TrainingArguments(str(folder), **{**defaults, **options})
 
@@ -80,6 +80,6 @@ def tiny_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "good": 2, "bad": 3}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")

@@ -17,14 +17,14 @@ Options = union("Options", LmOptions, BatchingOptions, ParallelOptions, PatchOpt
 
 
 def rows(num=8, seed=0, weights=False):
-    """Conversations of 3 to 30 tokens whose first half is a question."""
+    """Return rows of 3 to 30 tokens whose first half is the prompt."""
     generator = random.Random(seed)
-    made = []
+    result = []
     for _ in range(num):
         ids = [generator.randint(3, 96) for _ in range(generator.randint(3, 30))]
         row = {"input_ids": ids, "labels": [IGNORE_INDEX] * (len(ids) // 2) + ids[len(ids) // 2 :]}
-        made.append({**row, "loss_weights": [generator.random() * 2 for _ in ids]} if weights else row)
-    return made
+        result.append({**row, "loss_weights": [generator.random() * 2 for _ in ids]} if weights else row)
+    return result
 
 
 def split_rows(all_rows, size):
@@ -42,7 +42,7 @@ def fit_objective(model, **overrides):
 
 
 def gradients(model, groups, **options):
-    """Loss and gradients of one step whose micro-batches are ``groups`` of rows."""
+    """Return the loss and the gradients of one step whose micro-batches are ``groups`` of rows."""
     objective, module = fit_objective(model, **options)
     batches = [objective.collate(group) for group in groups]
     weight = torch.stack([objective.num_items(batch) for batch in batches]).sum()

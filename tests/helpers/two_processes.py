@@ -1,4 +1,4 @@
-"""Run a test function in two processes that share a gloo group, as a launcher would start them."""
+"""Run a test function in two processes with a gloo process group, as a launcher would start them."""
 
 import json
 import os
@@ -32,7 +32,7 @@ torch.multiprocessing.start_processes(run, nprocs={count}, start_method="fork")
 
 
 def in_two_processes(function: Callable[..., None], *args: Any, environment: dict[str, str] | None = None) -> None:
-    """Call ``function`` in each of two processes, which learn their rank from the environment."""
+    """Call ``function`` in each of two processes, which read their rank from the environment."""
     in_processes(2, function, *args, environment=environment)
 
 
@@ -42,27 +42,27 @@ def in_processes(
     """Call ``function`` in each of ``count`` processes.
 
     Args:
-        given: its arguments, as JSON can hold them.
-        environment: of both processes, besides this one's.
+        args: the arguments of the function, which must be JSON values.
+        environment: additional environment variables of the processes.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    beside = Path(function.__code__.co_filename).parent
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    helpers = Path(__file__).parent
+    test_folder = Path(function.__code__.co_filename).parent
     script = _LAUNCHER.format(
-        count=count, paths=[str(beside), str(here), str(here.parent), str(here.parents[1] / "src")]
+        count=count, paths=[str(test_folder), str(helpers), str(helpers.parent), str(helpers.parents[1] / "src")]
     )
-    place = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    called = json.dumps([function.__module__, function.__name__, args])
-    subprocess.run([sys.executable, "-c", script, called], env=place, check=True, timeout=300)
+    variables = {**os.environ, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    call = json.dumps([function.__module__, function.__name__, args])
+    subprocess.run([sys.executable, "-c", script, call], env=variables, check=True, timeout=300)
 
 
 def train_with_one_and_two(folder: Path, options: dict[str, Any], kinds: dict[str, dict[str, Any]]) -> None:
     """Train each kind of run in one process and in two, into ``folder/one/KIND`` and ``folder/two/KIND``.
 
     Args:
-        options: of all runs, with two rows per micro-batch; each of two processes gets one row.
+        options: options of all runs, with two rows per micro-batch. With two processes, each gets one row.
         kinds: name -> further options.
     """
 
@@ -73,7 +73,7 @@ def train_with_one_and_two(folder: Path, options: dict[str, Any], kinds: dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BURNISH_CACHE", str(folder / "cache of one"))
         run_commands(commands("one"))
-    cache = {"BURNISH_CACHE": str(folder / "cache of two")}  # so that two processes tokenize as well
+    cache = {"BURNISH_CACHE": str(folder / "cache of two")}  # a new cache, so that two processes also tokenize
     two = commands("two", per_device_train_batch_size=1, ddp_backend="gloo")
     in_two_processes(run_commands, two, environment=cache)
 

@@ -39,7 +39,7 @@ def golden() -> Any:
 
 @dataclass(frozen=True)
 class DrawnImage:
-    """An image of the golden records, by its name."""
+    """An image of the golden records."""
 
     identity: str
     begin: int = 0
@@ -52,31 +52,31 @@ class DrawnImage:
 
 
 def load_image_model(family: str) -> SimpleNamespace:
-    """A model of a family that was told to see, its image processor and layout, and a function that makes collators."""
+    """Return a tiny vision-language model, its processor and layout, and a function that creates collators."""
     model, composed = image_models().build(family)
     processor, layout = ImageProcessor.of(model, composed.image_processor), ImageLayout.of(model.config)
     patch_vision_model(model)
 
     def collator(collation: str, one_by_one: bool = False) -> ImageCollator:
-        of_text = COLLATE_FUNCTIONS["flat" if collation == "shared" and layout.bidirectional else collation]
+        collate = COLLATE_FUNCTIONS["flat" if collation == "shared" and layout.bidirectional else collation]
         return ImageCollator(
-            of_text, of_text, layout, processor, lambda row: row.get("images", []),
+            collate, collate, layout, processor, lambda row: row.get("images", []),
             lambda image: processor.tensors(image.image), one_by_one,
         )  # fmt: skip
 
     return SimpleNamespace(model=model, processor=processor, layout=layout, collator=collator, composed=composed)
 
 
-def image_rows(result: SimpleNamespace, rows: Any) -> list[dict[str, Any]]:
-    """Golden rows with their images where they stand."""
-    made = []
+def image_rows(loaded: SimpleNamespace, rows: Any) -> list[dict[str, Any]]:
+    """Return golden rows with their images at the positions of the placeholders."""
+    result = []
     for row in rows:
-        places = [at for at, token in enumerate(row["input_ids"]) if token == result.layout.placeholder]
-        placed = []
+        positions = [at for at, token in enumerate(row["input_ids"]) if token == loaded.layout.placeholder]
+        images = []
         for name in golden()["records"][row["record"]]["images"]:
-            count = num_features(result.model, result.processor.tensors(DrawnImage(name).image))
-            placed.append(DrawnImage(name, places[0], places[count - 1] + 1))
-            places = places[count:]
-        assert not places, (row["record"], places)
-        made.append({"input_ids": row["input_ids"], "labels": row["labels"], "images": placed})
-    return made
+            count = num_features(loaded.model, loaded.processor.tensors(DrawnImage(name).image))
+            images.append(DrawnImage(name, positions[0], positions[count - 1] + 1))
+            positions = positions[count:]
+        assert not positions, (row["record"], positions)
+        result.append({"input_ids": row["input_ids"], "labels": row["labels"], "images": images})
+    return result

@@ -1,4 +1,4 @@
-"""Tiny model families and generation requests that run to completion, shared by inference tests."""
+"""Tiny model families and helpers that run generation requests to completion, for inference tests."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ SHAPES = {
 
 
 def model_of(shape: str, seed: int = 0):
-    """A tiny model whose logits are far enough apart for greedy answers to be certain."""
+    """Return a tiny model with large weights, so that the highest logits differ clearly."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(SHAPES[shape]()).eval()
     with torch.no_grad():
@@ -52,10 +52,10 @@ def model_of(shape: str, seed: int = 0):
     return model
 
 
-def prompts(number: int = 6, longest: int = 20, seed: int = 0) -> list[list[int]]:
-    """Random prompts of different lengths."""
+def prompts(number: int = 6, max_length: int = 20, seed: int = 0) -> list[list[int]]:
+    """Return random prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, longest, (number,), generator=generator).tolist()
+    lengths = torch.randint(1, max_length, (number,), generator=generator).tolist()
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
@@ -64,7 +64,7 @@ def make_scheduler(model, slots: int = 4, context: int = 64, **more) -> Schedule
 
 
 class ResponseCollector:
-    """A callback that puts together what was made."""
+    """A callback that collects the outputs of a request."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -73,31 +73,31 @@ class ResponseCollector:
         self.reason: EndReason | None = None
         self.error = None
 
-    def __call__(self, made: StepOutput) -> None:
-        assert self.reason is None, "something came after the end"
-        assert (made.filled is not None) == (self.filled is None and made.reason in (None, "length")) or made.ids
-        self.ids += made.ids
-        self.logprobs += made.logprobs
-        self.filled = made.filled or self.filled
-        self.reason, self.error = made.reason, made.error
+    def __call__(self, output: StepOutput) -> None:
+        assert self.reason is None, "output after the end of the request"
+        assert (output.filled is not None) == (self.filled is None and output.reason in (None, "length")) or output.ids
+        self.ids += output.ids
+        self.logprobs += output.logprobs
+        self.filled = output.filled or self.filled
+        self.reason, self.error = output.reason, output.error
 
 
 def generate_responses(loop: Scheduler, requests: Sequence[GenerationRequest]) -> list[ResponseCollector]:
-    """All requests at once, run to their ends."""
+    """Submit all requests and run them to completion."""
     result = [ResponseCollector() for _ in requests]
-    for request, answer in zip(requests, result, strict=True):
-        loop.submit(request, answer)
+    for request, collector in zip(requests, result, strict=True):
+        loop.submit(request, collector)
     while loop.turn():
         pass
     return result
 
 
 def generate_alone(model, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
-    """Answers of transformers' ``generate``, greedily."""
+    """Return the greedy response of transformers' ``generate``."""
     stops = {"eos_token_id": list(stop_ids) or None, "pad_token_id": 0}
     with torch.no_grad():
-        made = model.generate(
+        output = model.generate(
             input_ids=torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=max_new_tokens, do_sample=False, **stops,
         )  # fmt: skip
-    return made[0, len(prompt) :].tolist()
+    return output[0, len(prompt) :].tolist()

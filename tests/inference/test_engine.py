@@ -15,16 +15,16 @@ from burnish.inference.types import Closed, GenerationRequest
 pytestmark = pytest.mark.run
 
 
-class Waited(ResponseCollector):
-    """An answer that can be waited for."""
+class AwaitableCollector(ResponseCollector):
+    """A collector with an event that is set when the request ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended = threading.Event()
 
-    def __call__(self, made) -> None:
-        super().__call__(made)
-        if made.reason:
+    def __call__(self, output) -> None:
+        super().__call__(output)
+        if output.reason:
             self.ended.set()
 
 
@@ -42,7 +42,7 @@ def engine(model) -> Iterator[LocalEngine]:
 
 def test_requests_of_several_threads_get_their_own_responses(engine: LocalEngine, model) -> None:
     requested = prompts(8)
-    result = [Waited() for _ in requested]
+    result = [AwaitableCollector() for _ in requested]
     threads = [
         threading.Thread(target=engine.submit, args=(GenerationRequest(ids, 9), answer))
         for ids, answer in zip(requested, result, strict=True)
@@ -56,16 +56,16 @@ def test_requests_of_several_threads_get_their_own_responses(engine: LocalEngine
 def test_tokens_of_one_step_are_delivered_together(model) -> None:
     sizes, reasons, ended = [], [], threading.Event()
 
-    def deliver(made) -> None:
-        sizes.append(len(made))
-        for callback, each in made:
-            callback(each)
-        reasons.extend(each.reason for _, each in made if each.reason is not None)
+    def deliver(outputs) -> None:
+        sizes.append(len(outputs))
+        for callback, output in outputs:
+            callback(output)
+        reasons.extend(output.reason for _, output in outputs if output.reason is not None)
         if len(reasons) == 3:
             ended.set()
 
     engine = LocalEngine(model, SlotLimits(4, 64), deliver=deliver)
-    result = [Waited() for _ in range(3)]
+    result = [AwaitableCollector() for _ in range(3)]
     for answer in result:
         engine.submit(GenerationRequest([5, 6], 30), answer)
     assert ended.wait(20)
@@ -75,7 +75,7 @@ def test_tokens_of_one_step_are_delivered_together(model) -> None:
 
 def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> None:
     engine = LocalEngine(model, SlotLimits(1, 64))
-    result = [Waited(), Waited()]
+    result = [AwaitableCollector(), AwaitableCollector()]
     for answer in result:
         engine.submit(GenerationRequest([5], 60), answer)
     engine.close()
@@ -83,12 +83,12 @@ def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> No
     assert all(answer.reason for answer in result)
     assert not engine.facts().is_alive
     with pytest.raises(Closed):
-        engine.submit(GenerationRequest([5], 3), Waited())
+        engine.submit(GenerationRequest([5], 3), AwaitableCollector())
 
 
 def test_drained_engine_finishes_running_requests(model) -> None:
     engine = LocalEngine(model, SlotLimits(2, 64))
-    result = [Waited(), Waited(), Waited()]
+    result = [AwaitableCollector(), AwaitableCollector(), AwaitableCollector()]
     for answer in result:
         engine.submit(GenerationRequest([5], 20), answer)
     engine.close(drain_s=20)
@@ -102,7 +102,7 @@ def test_engine_error_ends_the_thread_and_all_requests(
     def broken() -> bool:
         raise error
 
-    result = Waited()
+    result = AwaitableCollector()
     monkeypatch.setattr(engine.loop, "turn", broken)
     try:
         engine.submit(GenerationRequest([5], 20), result)
@@ -114,4 +114,4 @@ def test_engine_error_ends_the_thread_and_all_requests(
     engine._thread.join(5)
     assert not engine.facts().is_alive
     with pytest.raises(Closed, match=named):
-        engine.submit(GenerationRequest([5], 20), Waited())
+        engine.submit(GenerationRequest([5], 20), AwaitableCollector())

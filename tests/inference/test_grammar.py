@@ -38,21 +38,24 @@ def grammars(loaded) -> Grammars:
     return Grammars(loaded.tokenizer, loaded.stop_ids, loaded.model.config.vocab_size)
 
 
-def written(loaded, grammar_of, number: int = 4, most: int = 120) -> list[str]:
-    """Texts that the model writes at random under a grammar, one per seed."""
+def generate_texts(loaded, grammar_of, number: int = 4, max_new_tokens: int = 120) -> list[str]:
+    """Return texts that the model generates at random under a grammar, one per seed."""
     loop = Scheduler(loaded.model, SlotLimits(number, 200))
     stops = frozenset(loaded.stop_ids)
     requests = [
         GenerationRequest(
-            [5, 6], most, sampling=Sampling(temperature=1.5, seed=seed), stop_ids=stops, grammar=grammar_of()
+            [5, 6], max_new_tokens, sampling=Sampling(temperature=1.5, seed=seed), stop_ids=stops, grammar=grammar_of()
         )
         for seed in range(number)
     ]
-    return [read_whole(made.ids, loaded.form, loaded.tokenizer).content for made in generate_responses(loop, requests)]
+    return [
+        read_whole(response.ids, loaded.form, loaded.tokenizer).content
+        for response in generate_responses(loop, requests)
+    ]
 
 
 def test_response_matches_its_schema(loaded, grammars: Grammars) -> None:
-    for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
+    for text in generate_texts(loaded, lambda: grammars.json_schema(SCHEMA)):
         value = json.loads(text)
         assert set(value) == {"name", "age", "kind"}
         assert value["kind"] in ("cat", "dog")
@@ -60,7 +63,7 @@ def test_response_matches_its_schema(loaded, grammars: Grammars) -> None:
 
 
 def test_json_has_no_whitespace_except_after_colons_and_commas(loaded, grammars: Grammars) -> None:
-    for text in written(loaded, lambda: grammars.json_schema(SCHEMA)):
+    for text in generate_texts(loaded, lambda: grammars.json_schema(SCHEMA)):
         assert text == json.dumps(json.loads(text), ensure_ascii=False)
 
 
@@ -70,7 +73,7 @@ def test_required_tool_call_is_generated(loaded, grammars: Grammars) -> None:
     offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"],
                      "additionalProperties": False}}  # fmt: skip
     for tool_format in ("qwen", "llama3", "minimax1"):
-        for text in written(loaded, lambda f=tool_format: grammars.calls(f, offered, only_one=True)):
+        for text in generate_texts(loaded, lambda f=tool_format: grammars.calls(f, offered, only_one=True)):
             (call,) = TOOL_FORMATS[tool_format].reader.read(text, offered)
             assert call.name == "f"
             assert isinstance(call.arguments["n"], bool)
@@ -97,23 +100,25 @@ def test_unsupported_schema_is_rejected_with_library_message(grammars: Grammars)
 
 
 @pytest.mark.parametrize(
-    ("bounds", "holds"),
+    ("bounds", "is_valid"),
     [({"exclusiveMinimum": 0, "maximum": 0.25}, lambda x: 0 < x <= 0.25),
      ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-7}, lambda x: 0 < x < 1e-7),
      ({"exclusiveMinimum": 3, "maximum": 3.0000001}, lambda x: 3 < x <= 3.0000001),
      ({"minimum": -0.5, "exclusiveMaximum": 0}, lambda x: -0.5 <= x < 0),
      ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, lambda x: 0 < x < 1)],
 )  # fmt: skip
-def test_number_is_within_exclusive_bounds(grammars: Grammars, bounds, holds) -> None:
+def test_number_is_within_exclusive_bounds(grammars: Grammars, bounds, is_valid) -> None:
     """llguidance accepts 0 for an exclusive minimum of 0 if the maximum is below 1."""
     for schema in ({"type": "number", **bounds}, {"anyOf": [{"type": "number", **bounds}]}):
         for text in ("0", "3", "-0.0", "0.2", "3.00000005", "-0.2", "0.00000005", "0.5"):
             matcher = grammars.json_schema(schema)._matcher
             ids = grammars.tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert (matcher.validate_tokens(ids) == len(ids) and _may_end(matcher, ids)) <= holds(float(text)), text
+            assert (matcher.validate_tokens(ids) == len(ids) and _is_accepted(matcher, ids)) <= is_valid(float(text)), (
+                text
+            )
 
 
-def _may_end(matcher: Any, ids: list[int]) -> bool:
+def _is_accepted(matcher: Any, ids: list[int]) -> bool:
     matcher.consume_tokens(ids)
     return bool(matcher.is_accepting())
 
@@ -126,7 +131,7 @@ def _may_end(matcher: Any, ids: list[int]) -> bool:
     ids=str,
 )  # fmt: skip
 def test_number_beyond_64_bits_is_rejected(grammars: Grammars, schema) -> None:
-    """llguidance would replace it by the nearest integer of 64 bits."""
+    """llguidance would replace it by the nearest 64-bit integer."""
     with pytest.raises(UserError, match=r"does not fit into 64 bits"):
         grammars.json_schema(schema)
     with pytest.raises(UserError, match=r"does not fit into 64 bits"):
@@ -134,27 +139,27 @@ def test_number_beyond_64_bits_is_rejected(grammars: Grammars, schema) -> None:
     assert grammars.json_schema({"type": "integer", "minimum": 0, "maximum": 2**64 - 1})
 
 
-LIMITLESS = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
+EXPENSIVE_PATTERN = {"type": "string", "pattern": "^(.*a.{0,40}){40}$"}
 
 
-@pytest.mark.parametrize("schema", [LIMITLESS, {"const": "a</s>b"}, {"const": "a<|im_end|>b<unk>"}])
+@pytest.mark.parametrize("schema", [EXPENSIVE_PATTERN, {"const": "a</s>b"}, {"const": "a<|im_end|>b<unk>"}])
 def test_response_with_failing_grammar_fails_or_matches(loaded, grammars: Grammars, schema) -> None:
     loop = Scheduler(loaded.model, SlotLimits(4, 500))
     stops = frozenset(loaded.stop_ids)
-    likely = dict.fromkeys(loaded.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
+    bias = dict.fromkeys(loaded.tokenizer("a", add_special_tokens=False)["input_ids"], 9.0)
     requests = [
-        GenerationRequest([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=likely), stop_ids=stops,
+        GenerationRequest([5, 6], 300, sampling=Sampling(temperature=1.5, seed=seed, bias=bias), stop_ids=stops,
             grammar=grammars.json_schema(schema))
         for seed in range(4)
     ]  # fmt: skip
     result = generate_responses(loop, requests)
-    assert schema is not LIMITLESS or "failed" in [made.reason for made in result]
-    for made in result:
-        if made.reason == "stop":
-            text = read_whole(made.ids, loaded.form, loaded.tokenizer, stop_ids=stops).content
+    assert schema is not EXPENSIVE_PATTERN or "failed" in [response.reason for response in result]
+    for response in result:
+        if response.reason == "stop":
+            text = read_whole(response.ids, loaded.form, loaded.tokenizer, stop_ids=stops).content
             assert json.loads(text) == schema.get("const", json.loads(text))
-        elif made.reason == "failed":
-            assert made.error.code == "grammar_failed"
+        elif response.reason == "failed":
+            assert response.error.code == "grammar_failed"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ def test_unsupported_tokenizer_is_rejected() -> None:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    model = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
     with pytest.raises(UserError, match="does not support this tokenizer"):
         Grammars(tokenizer, [1], 3)

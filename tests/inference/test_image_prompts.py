@@ -11,25 +11,25 @@ from burnish.models.images.prompts import PromptImages
 from vision_models import golden, image_rows, load_image_model
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "smolvlm"]
-NEW = 6
+MAX_NEW_TOKENS = 6
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def vision_model(request):
-    made = load_image_model(request.param)
-    made.model.eval()
+    tiny = load_image_model(request.param)
+    tiny.model.eval()
     step = next(step for step in golden()["steps"] if step["family"] == request.param)
-    rows = image_rows(made, step["rows"])
-    made.prompts = []
+    rows = image_rows(tiny, step["rows"])
+    tiny.prompts = []
     for row in rows:
-        learned = next(at for at, label in enumerate(row["labels"]) if label != -100)
-        images = [image for image in row["images"] if image.end <= learned]
-        made.prompts.append({"input_ids": row["input_ids"][:learned], "images": images})
-    return made
+        response_begin = next(at for at, label in enumerate(row["labels"]) if label != -100)
+        images = [image for image in row["images"] if image.end <= response_begin]
+        tiny.prompts.append({"input_ids": row["input_ids"][:response_begin], "images": images})
+    return tiny
 
 
 def expected(vision_model, row):
-    """The greedy answer of transformers' own ``generate``."""
+    """Return the greedy response of transformers' ``generate``."""
     ids = torch.tensor([row["input_ids"]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     is_image = (ids == vision_model.layout.placeholder).long()
@@ -38,14 +38,16 @@ def expected(vision_model, row):
     names = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids", "qwen3_vl": "mm_token_type_ids"}
     if name := names.get(vision_model.model.config.model_type):
         inputs[name] = is_image
-    made = vision_model.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, use_cache=True)
-    return made[0, ids.shape[1] :].tolist()
+    output = vision_model.model.generate(
+        **inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=None, use_cache=True
+    )
+    return output[0, ids.shape[1] :].tolist()
 
 
 def request_of(vision_model, row, ids=None):
     images = PromptImages.of(row, vision_model.collator("padded")) if row["images"] else None
     hashes = None if images is None else images.content_hashes
-    return GenerationRequest(ids or row["input_ids"], NEW, images=images, content_hashes=hashes)
+    return GenerationRequest(ids or row["input_ids"], MAX_NEW_TOKENS, images=images, content_hashes=hashes)
 
 
 @pytest.mark.parametrize("piece", [512, 7])
@@ -57,14 +59,16 @@ def test_responses_match_transformers(vision_model, monkeypatch, piece):
     assert [answer.ids for answer in answers] == [expected(vision_model, row) for row in vision_model.prompts]
 
 
-# In the other families an image of another size has other ids.
+# In the other families, the ids depend on the image size.
 @pytest.mark.parametrize("vision_model", [name for name in FAMILIES if name in ("llava", "gemma3")], indirect=True)
 def test_cached_prefix_is_not_reused_for_another_image(vision_model):
     row = next(row for row in vision_model.prompts if len(row["images"]) == 1)
     count = row["images"][0].end - row["images"][0].begin
     other = {**row, "images": [type(row["images"][0])("p9_50x60.png", row["images"][0].begin, row["images"][0].end)]}
     loop = Scheduler(vision_model.model, SlotLimits(1, 512))
-    first, second, again = (generate_all(loop, [request_of(vision_model, one)])[0].ids for one in (row, other, row))
+    first, second, again = (
+        generate_all(loop, [request_of(vision_model, variant)])[0].ids for variant in (row, other, row)
+    )
     assert count > 1
     assert [first, second] == [expected(vision_model, row), expected(vision_model, other)]
     assert again == first
@@ -77,7 +81,7 @@ def test_vision_tower_does_not_run_for_cached_images(vision_model, monkeypatch):
     longer = [*row["input_ids"], *first.ids, 5, 6]
     images = {"input_ids": longer, "images": row["images"]}
     request = request_of(vision_model, images)
-    monkeypatch.setattr(PromptImages, "compute", lambda *_: pytest.fail("the tower was asked"))
+    monkeypatch.setattr(PromptImages, "compute", lambda *_: pytest.fail("the vision tower was called"))
     (second,) = generate_all(loop, [request])
     monkeypatch.undo()
     assert second.ids == expected(vision_model, images)

@@ -1,4 +1,4 @@
-"""Loading for inference: folders of all kinds, the template used in training, several adapters."""
+"""Loading for inference: model and adapter folders, the template used in training, several adapters."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters of different ranks and layers, large enough to be heard."""
+    """Two adapters of different ranks and layers, large enough to change responses."""
     result = {}
     for name, rank, target in (("first", 2, ["all"]), ("second", 4, ["q_proj", "down_proj"])):
         torch.manual_seed(rank)
@@ -91,20 +91,20 @@ def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str
     loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, adapter_context=loaded.adapter_context)
     names = [BASE, "first", "second", "first", BASE, "second"]
     prompts = [[5 + at, 6, 7 + at, 8] for at in range(6)]
-    made = generate_responses(
+    responses = generate_responses(
         loop, [GenerationRequest(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)]
     )
-    for ids, name, answer in zip(prompts, names, made, strict=True):
-        one = load_model(RunOptions(model_name_or_path=str(model)), dtype=torch.float32)
+    for ids, name, answer in zip(prompts, names, responses, strict=True):
+        reference = load_model(RunOptions(model_name_or_path=str(model)), dtype=torch.float32)
         if name != BASE:
-            load_adapter(one, adapters[name])
-            merge_into_base(one)
-        assert answer.ids == generate_alone(one, ids, 8)
-    assert len({tuple(answer.ids) for answer in made}) > 2
+            load_adapter(reference, adapters[name])
+            merge_into_base(reference)
+        assert answer.ids == generate_alone(reference, ids, 8)
+    assert len({tuple(answer.ids) for answer in responses}) > 2
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [
         ([], (0.3, 0.5, 7, 1.2)),
         (["temperature=0.9"], (0.9, 0.5, 7, 1.2)),
@@ -113,12 +113,12 @@ def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str
     ids=str,
 )
 def test_sampling_settings_that_are_set_precede_those_of_the_model(
-    words: list[str], expected: tuple[float, ...], tmp_path: Path
+    argv: list[str], expected: tuple[float, ...], tmp_path: Path
 ) -> None:
     folder = saved_model(tmp_path / "model")
-    own = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "repetition_penalty": 1.2, "do_sample": True}
-    (folder / "generation_config.json").write_text(json.dumps(own))
-    serving = serving_of([str(folder), *words])
+    generation_config = {"temperature": 0.3, "top_p": 0.5, "top_k": 7, "repetition_penalty": 1.2, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    serving = serving_of([str(folder), *argv])
     loaded = load_for_inference(serving.options, explicit=serving.provenance)
     sampling = loaded.defaults
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == expected
@@ -168,12 +168,12 @@ def test_training_template_is_recorded_and_found(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("argv", "expected"),
     [([], "RECORDED"), (["default_system=USER"], "USER"), (["default_system=USER", "template=qwen"], "USER")],
     ids=str,
 )
 def test_template_options_that_are_set_precede_the_recorded_ones(
-    words: list[str], expected: str, model: Path, tmp_path: Path
+    argv: list[str], expected: str, model: Path, tmp_path: Path
 ) -> None:
     options = RunOptions(
         model_name_or_path=str(model), template="qwen", default_system="RECORDED", missing_control_tokens="split"
@@ -182,13 +182,13 @@ def test_template_options_that_are_set_precede_the_recorded_ones(
     trained.tokenizer.chat_template = trained.template.jinja()
     trained.model.save_pretrained(tmp_path)
     trained.tokenizer.save_pretrained(tmp_path)
-    serving = serving_of([str(tmp_path), "missing_control_tokens=split", *words])
+    serving = serving_of([str(tmp_path), "missing_control_tokens=split", *argv])
     result = load_for_inference(serving.options, explicit=serving.provenance)
     assert result.template.name == "qwen"
     assert expected in result.tokenizer.decode(result.template.prompt(QUESTION))
     recorded = {name: item.value for name, item in _recorded_template(serving).items()}
-    assert recorded.get("template") == (None if "template=qwen" in words else "qwen")
-    assert recorded.get("default_system") == (None if words else "RECORDED")
+    assert recorded.get("template") == (None if "template=qwen" in argv else "qwen")
+    assert recorded.get("default_system") == (None if argv else "RECORDED")
 
 
 def test_template_different_from_recorded_one_is_reported(model: Path) -> None:
@@ -204,7 +204,7 @@ def test_folder_without_model_is_rejected(tmp_path: Path) -> None:
         serving_of([str(tmp_path)])
 
 
-EVIL = (
+MODEL_CODE = (
     "from pathlib import Path\nPath(__file__).with_name('RAN').touch()\n"
     "from transformers import LlamaForCausalLM as Model\n"
 )
@@ -218,7 +218,7 @@ EVIL = (
 def test_model_folder_sets_only_template_options(model: Path, tmp_path: Path, entry: object) -> None:
     folder = tmp_path / "sent"
     shutil.copytree(model, folder)
-    (folder / "model_code.py").write_text(EVIL)
+    (folder / "model_code.py").write_text(MODEL_CODE)
     (folder / "other.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     for name, added in (("config.json", {"auto_map": {"AutoModelForCausalLM": "model_code.Model"}}),
                         ("tokenizer_config.json", {RECORDED: entry})):  # fmt: skip

@@ -23,13 +23,13 @@ from small_run import make_model
 from tiny_models import tiny_tokenizer
 
 
-class Stub(ThreadingHTTPServer):
-    """A server that answers each completion with what was recorded."""
+class RecordedServer(ThreadingHTTPServer):
+    """A server that answers each completion request with recorded chunks."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answering)
+        super().__init__(("127.0.0.1", 0), RequestHandler)
         self.bodies, self.keys = [], []
         self.chunks = [
             {"text": " w1", "token_ids": [5]},
@@ -43,7 +43,7 @@ class Stub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answering(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.keys.append(self.headers.get("Authorization"))
         self._send(json.dumps({"data": [{"id": "first"}]}).encode())
@@ -67,7 +67,7 @@ class Answering(BaseHTTPRequestHandler):
             if not stub.breaks:
                 self.wfile.write(b"data: [DONE]\n\n")
         except OSError:
-            pass  # whoever asked has gone
+            pass  # the client has disconnected
 
     def _send(self, body: bytes) -> None:
         self.send_response(200)
@@ -80,25 +80,25 @@ class Answering(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub():
-    made = Stub()
-    yield made
-    made.shutdown()
+    server = RecordedServer()
+    yield server
+    server.shutdown()
 
 
-def engine_of(stub: Stub, **more) -> RemoteEngine:
+def engine_of(stub: RecordedServer, **more) -> RemoteEngine:
     return RemoteEngine(stub.url, tiny_tokenizer(), key="canary", **more)
 
 
 def run(engine: RemoteEngine, request: GenerationRequest) -> ResponseCollector:
     answer = ResponseCollector()
     engine.submit(request, answer)
-    until = time.monotonic() + 10
-    while answer.reason is None and time.monotonic() < until:
+    deadline = time.monotonic() + 10
+    while answer.reason is None and time.monotonic() < deadline:
         time.sleep(0.005)
     return answer
 
 
-def test_response_is_token_ids_with_finish_reason(stub: Stub) -> None:
+def test_response_is_token_ids_with_finish_reason(stub: RecordedServer) -> None:
     answer = run(engine_of(stub), GenerationRequest([3, 4], 9))
     assert (answer.ids, answer.reason) == ([5, 6, 7], "length")
     assert answer.filled is not None
@@ -106,7 +106,7 @@ def test_response_is_token_ids_with_finish_reason(stub: Stub) -> None:
     assert run(engine_of(stub), GenerationRequest([3, 4], 9)).reason == "stop"
 
 
-def test_prompt_is_sent_as_ids_with_all_settings(stub: Stub) -> None:
+def test_prompt_is_sent_as_ids_with_all_settings(stub: RecordedServer) -> None:
     sampling = Sampling(temperature=0.5, top_k=3, top_p=0.9, repetition_penalty=1.1, bias={7: 2.0}, seed=4)
     run(
         engine_of(stub, adapters=("poet",)),
@@ -118,13 +118,13 @@ def test_prompt_is_sent_as_ids_with_all_settings(stub: Stub) -> None:
     assert (body["logit_bias"], body["stop_token_ids"], body["return_token_ids"]) == ({"7": 2.0}, [2], True)
 
 
-def test_text_of_a_server_without_ids_is_tokenized(stub: Stub) -> None:
+def test_text_of_a_server_without_ids_is_tokenized(stub: RecordedServer) -> None:
     stub.chunks = [{"text": "w1 w"}, {"text": "2 w3"}, {"text": "", "finish_reason": "stop"}]
     tokenizer = tiny_tokenizer()
     assert run(engine_of(stub), GenerationRequest([3], 9)).ids == tokenizer.convert_tokens_to_ids(["w1", "w2", "w3"])
 
 
-def test_key_is_sent_only_to_its_server(stub: Stub) -> None:
+def test_key_is_sent_only_to_its_server(stub: RecordedServer) -> None:
     run(engine_of(stub), GenerationRequest([3], 9))
     assert set(stub.keys) == {"Bearer canary"}
     stub.keys.clear()
@@ -132,30 +132,30 @@ def test_key_is_sent_only_to_its_server(stub: Stub) -> None:
     assert set(stub.keys) == {None}
 
 
-def test_server_error_fails_only_its_request(stub: Stub) -> None:
+def test_server_error_fails_only_its_request(stub: RecordedServer) -> None:
     engine = engine_of(stub)
     stub.status = 500
-    refused = run(engine, GenerationRequest([3], 9))
-    assert refused.reason == "failed"
-    assert "HTTP 500" in str(refused.error)
+    failed = run(engine, GenerationRequest([3], 9))
+    assert failed.reason == "failed"
+    assert "HTTP 500" in str(failed.error)
     stub.status, stub.breaks = 200, True
     assert "ended before" in str(run(engine, GenerationRequest([3], 9)).error)
     stub.breaks = False
     assert run(engine, GenerationRequest([3], 9)).reason == "length"
 
 
-def test_requests_can_be_cancelled_and_time_out(stub: Stub) -> None:
+def test_requests_can_be_cancelled_and_time_out(stub: RecordedServer) -> None:
     stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
     engine, answer = engine_of(stub), ResponseCollector()
     handle = engine.submit(GenerationRequest([3], 200), answer)
     time.sleep(0.2)
     engine.cancel(handle)
-    late = run(engine, GenerationRequest([3], 200, deadline=time.monotonic() + 0.1))
-    assert answer.reason == late.reason == "cancelled"
-    assert "timed out" in str(late.error)
+    timed_out = run(engine, GenerationRequest([3], 200, deadline=time.monotonic() + 0.1))
+    assert answer.reason == timed_out.reason == "cancelled"
+    assert "timed out" in str(timed_out.error)
 
 
-def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: Stub) -> None:
+def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: RecordedServer) -> None:
     stub.pause_s = 0.1
     engine = engine_of(stub, slots=1, waiting=1)
     result = [ResponseCollector(), ResponseCollector()]
@@ -170,7 +170,7 @@ def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: St
         engine.submit(GenerationRequest([3], 9), ResponseCollector())
 
 
-def test_unsupported_remote_engine_features_are_rejected_by_name(stub: Stub) -> None:
+def test_unsupported_remote_engine_features_are_rejected_by_name(stub: RecordedServer) -> None:
     with pytest.raises(UserError, match="log-probabilities of the prompt"):
         engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), ResponseCollector())
     with pytest.raises(UserError, match="unknown adapter"):
@@ -238,7 +238,7 @@ def test_missing_server_program_is_named() -> None:
 
 
 def test_infer_url_serves_the_model(
-    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stub: RecordedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setenv("INFER_KEY", "canary")
     options = RunOptions(model_name_or_path=str(make_model(tmp_path)), infer_url=stub.url)

@@ -1,4 +1,5 @@
-"""Parsing of responses: streamed parts add up to the whole; characters, stop strings, reasoning and tool calls."""
+"""Parsing of responses: streamed pieces equal the complete response; characters, stop strings, reasoning, tool
+calls."""
 
 import json
 import random
@@ -29,31 +30,31 @@ OFFERED = {"get_weather": {"properties": {"city": {"type": "string"}}}, "f": {}}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A token per byte, so that every letter beyond ASCII is several of them."""
+    """A byte-level tokenizer, so that each non-ASCII character has several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
-    made.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
-    return made
+    backend = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    result.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    return result
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def folded(reply: Reply, ids: list[int], random_: random.Random) -> ParsedReply:
-    """Fed in pieces of random sizes."""
-    whole, at, tokens = ParsedReply(), 0, 0
-    while at < len(ids):
+def feed_randomly(reply: Reply, ids: list[int], random_: random.Random) -> ParsedReply:
+    """Feed the ids in chunks of random sizes, and return the parsed response."""
+    result, position, tokens = ParsedReply(), 0, 0
+    while position < len(ids):
         size = random_.randint(1, 3)
-        pieces = reply.feed(ids[at : at + size])
+        pieces = reply.feed(ids[position : position + size])
         tokens += sum(piece.tokens for piece in pieces)
-        whole.add(pieces)
-        at += size
+        result.add(pieces)
+        position += size
     pieces = reply.end()
     assert tokens + sum(piece.tokens for piece in pieces) <= len(ids)
-    return whole.add(pieces)
+    return result.add(pieces)
 
 
 @pytest.mark.parametrize("text", SCRIPTS)
@@ -84,11 +85,11 @@ def test_incomplete_final_character_is_emitted_as_replacement(tokenizer) -> None
 def test_stop_string_across_tokens_ends_the_text(tokenizer, text, stop, content, stops) -> None:
     for seed in range(4):
         reply = Reply(ReplyForm(), tokenizer, stop=stop)
-        ids, whole = ids_of(tokenizer, text), ParsedReply()
+        ids, result = ids_of(tokenizer, text), ParsedReply()
         for i in ids:
-            whole.add(reply.feed([i]))
+            result.add(reply.feed([i]))
         assert reply.has_stopped == stops, seed
-        assert whole.add(reply.end()).content == content
+        assert result.add(reply.end()).content == content
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_stop_string_across_tokens_ends_the_text(tokenizer, text, stop, content,
 def test_thoughts_are_separated_from_content(tokenizer, text, in_thought, thought, content) -> None:
     ids = ids_of(tokenizer, text)
     for seed in range(6):
-        result = folded(Reply(ReplyForm(), tokenizer, in_thought=in_thought), ids, random.Random(seed))
+        result = feed_randomly(Reply(ReplyForm(), tokenizer, in_thought=in_thought), ids, random.Random(seed))
         assert (result.thought, result.content) == (thought, content)
 
 
@@ -122,15 +123,15 @@ def test_streamed_calls_match_the_complete_response(tokenizer, tool_format: str)
     form = form_named(tool_format)
     head, tail = form.around_calls
     text = f"{head} {TOOL_FORMATS[tool_format].write(calls)}{tail}"
-    before = "" if form.reader.only_at_start else "I will look.\n"
+    preceding = "" if form.reader.only_at_start else "I will look.\n"
     for seed in range(5):
-        ids = ids_of(tokenizer, before + text + "<|im_end|>")
-        result = folded(Reply(form, tokenizer, offered=OFFERED), ids, random.Random(seed))
+        ids = ids_of(tokenizer, preceding + text + "<|im_end|>")
+        result = feed_randomly(Reply(form, tokenizer, offered=OFFERED), ids, random.Random(seed))
         assert result.calls == calls
-        assert result.content.strip() == before.strip()
+        assert result.content.strip() == preceding.strip()
 
 
-# Nothing closes a call in the format glm4_moe, so one argument less is a call, too.
+# In the format glm4_moe, calls have no end marker, so a call without its last argument is also valid.
 @pytest.mark.parametrize("tool_format", [name for name in TOOL_FORMATS.names() if name != "glm4_moe"])
 def test_truncated_call_is_never_a_partial_call(tokenizer, tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "Rome"})]
@@ -152,7 +153,7 @@ def test_content_continues_after_apparent_call(tokenizer) -> None:
     text = "See <tool_call>\nnot json\n</tool_call> and <tool_call>, which is a word."
     for seed in range(5):
         reply = Reply(form_named("qwen"), tokenizer, offered=OFFERED)
-        assert folded(reply, ids_of(tokenizer, text), random.Random(seed)).content == text
+        assert feed_randomly(reply, ids_of(tokenizer, text), random.Random(seed)).content == text
 
 
 def test_first_call_can_be_the_last(tokenizer) -> None:
@@ -180,22 +181,29 @@ def test_randomly_chunked_streams_match_complete_responses(tokenizer) -> None:
             "stop": random_.choice([[], ["stop", "op"]]),
             "in_thought": random_.random() < 0.3,
         }
-        whole = Reply(form_named("qwen"), tokenizer, **extra)
-        expected = ParsedReply().add([*whole.feed(ids), *whole.end()])
-        assert folded(Reply(form_named("qwen"), tokenizer, **extra), ids, random_) == expected, tokenizer.decode(ids)
+        reply = Reply(form_named("qwen"), tokenizer, **extra)
+        expected = ParsedReply().add([*reply.feed(ids), *reply.end()])
+        assert feed_randomly(Reply(form_named("qwen"), tokenizer, **extra), ids, random_) == expected, tokenizer.decode(
+            ids
+        )
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
 def test_whitespace_around_calls_does_not_depend_on_chunks(tokenizer, tool_format: str) -> None:
-    """Also after a call that is none, which is content."""
+    """Also after an apparent call, which is content."""
     write, random_ = TOOL_FORMATS[tool_format].write, random.Random(1)
-    good, other = write([Call("f", {"a": 1})]), write([Call("unknown", {"a": 1})])
-    for text in (f"{other}\n{good}", f"{good}\n\n{good}", f"Hi\n{good} \n{good}\n", f" {other} {good} \n{other}\n"):
+    call, unknown = write([Call("f", {"a": 1})]), write([Call("unknown", {"a": 1})])
+    for text in (
+        f"{unknown}\n{call}",
+        f"{call}\n\n{call}",
+        f"Hi\n{call} \n{call}\n",
+        f" {unknown} {call} \n{unknown}\n",
+    ):
         ids, form = ids_of(tokenizer, text), form_named(tool_format)
         reply = Reply(form, tokenizer, offered=OFFERED)
-        whole = ParsedReply().add([*reply.feed(ids), *reply.end()])
+        expected = ParsedReply().add([*reply.feed(ids), *reply.end()])
         for _ in range(4):
-            assert folded(Reply(form, tokenizer, offered=OFFERED), ids, random_) == whole
+            assert feed_randomly(Reply(form, tokenizer, offered=OFFERED), ids, random_) == expected
 
 
 def test_prompt_ending_in_open_thought_is_detected(tokenizer) -> None:
@@ -209,20 +217,20 @@ CHATML = (
     "{%- for c in m.tool_calls or [] %}CALL{%- endfor -%}<|im_end|>\n{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
 )
-WRITTEN = {
+CALL_TEMPLATES = {
     "qwen": '<tool_call>\n{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}\n</tool_call>',
     "llama3": '{{ {"name": c.function.name, "parameters": c.function.arguments} | tojson }}',
     "": "(calls {{ c.function.name }})",
 }
 
 
-@pytest.mark.parametrize("tool_format", WRITTEN)
+@pytest.mark.parametrize("tool_format", CALL_TEMPLATES)
 def test_tool_format_of_chat_template_is_detected_by_rendering(tokenizer, tool_format: str) -> None:
     from burnish.data.chat.choose import load_template
     from burnish.run.plan.plan import RunOptions
 
     options = RunOptions()
-    tokenizer.chat_template = CHATML.replace("CALL", WRITTEN[tool_format])
+    tokenizer.chat_template = CHATML.replace("CALL", CALL_TEMPLATES[tool_format])
     try:
         assert form_of(load_template(options, tokenizer)).tool_format == tool_format
     finally:

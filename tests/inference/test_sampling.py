@@ -1,6 +1,5 @@
-"""Sampling: distribution of draws, penalties compared with a reference, draws that depend on noise key and position
-only.
-"""
+"""Sampling: distribution of samples, penalties compared with a reference, samples that depend only on noise key and
+position."""
 
 import math
 from collections import Counter
@@ -24,25 +23,25 @@ from burnish.kernels.philox import BLOCK, gumbel, gumbel_argmax, permutation, ph
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0, 0.2])
 
 
-def expected(sampling: Sampling) -> list[float]:
-    """The distribution by hand, in plain Python."""
+def expected_probabilities(sampling: Sampling) -> list[float]:
+    """Compute the probabilities in plain Python."""
     weights = {token: math.exp(logit / sampling.temperature) for token, logit in enumerate(LOGITS.tolist())}
     ordered = sorted(weights, key=lambda token: (-weights[token], token))
     if sampling.top_k:
-        least = weights[ordered[sampling.top_k - 1]]
-        ordered = [token for token in ordered if weights[token] >= least]
+        threshold = weights[ordered[sampling.top_k - 1]]
+        ordered = [token for token in ordered if weights[token] >= threshold]
     ordered = [token for token in ordered if weights[token] >= sampling.min_p * weights[ordered[0]]]
-    whole, kept, sum_ = sum(weights[token] for token in ordered), [], 0.0
+    total, kept, sum_ = sum(weights[token] for token in ordered), [], 0.0
     for token in ordered:
         if sum_ < sampling.top_p:
             kept.append(token)
-        sum_ += weights[token] / whole
-    whole = sum(weights[token] for token in kept)
-    return [weights[token] / whole if token in kept else 0.0 for token in weights]
+        sum_ += weights[token] / total
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in weights]
 
 
-def of_all(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(V,) probabilities, 0 of what a draw never takes."""
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return (V,) the probabilities of sampling, 0 for excluded tokens."""
     result, (values,) = candidates(logits[None], [sampling])
     tokens = torch.arange(len(logits)) if result is None else result[0]
     chances = values.softmax(-1)
@@ -54,8 +53,8 @@ def settings_of(sampling: Sampling, seed: int, row: int, prompt=(), answer=()) -
     return DrawSettings(sampling, prompt, answer, NoiseKey(seed, row=row))
 
 
-def one(sampling: Sampling, prompt=(), answer=(), seed: int = 1, request: int = 0, **more) -> int:
-    """One draw from LOGITS."""
+def sample_one(sampling: Sampling, prompt=(), answer=(), seed: int = 1, request: int = 0, **more) -> int:
+    """Sample a token from LOGITS."""
     return int(draw(LOGITS[None], [DrawSettings(sampling, prompt, answer, NoiseKey(seed, row=request), **more)]))
 
 
@@ -72,21 +71,21 @@ SETTINGS = [
 
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_sample_frequencies_match_probabilities(sampling: Sampling) -> None:
-    number, chances = 5_000, expected(sampling)
-    assert of_all(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
+    number, chances = 5_000, expected_probabilities(sampling)
+    assert probabilities(LOGITS, sampling).tolist() == pytest.approx(chances, abs=1e-6)
     if sampling.temperature != 1.3 and sampling != SETTINGS[0]:
         number = 2_000
-    drawn = Counter(draw(LOGITS.expand(number, -1), [settings_of(sampling, 5, at) for at in range(number)]).tolist())
+    samples = Counter(draw(LOGITS.expand(number, -1), [settings_of(sampling, 5, at) for at in range(number)]).tolist())
     for token, chance in enumerate(chances):
         deviation = math.sqrt(number * chance * (1 - chance))
-        assert abs(drawn[token] - number * chance) <= 4 * deviation
+        assert abs(samples[token] - number * chance) <= 4 * deviation
 
 
 def test_temperature_0_selects_the_likeliest_after_penalties() -> None:
-    assert one(Sampling(temperature=0)) == 0
-    assert one(Sampling(temperature=0, presence_penalty=1.5), answer=[0]) == 1
-    assert one(Sampling(temperature=0, bias={5: 100.0})) == 5
-    assert one(Sampling(temperature=0), barred=[0]) == 1
+    assert sample_one(Sampling(temperature=0)) == 0
+    assert sample_one(Sampling(temperature=0, presence_penalty=1.5), answer=[0]) == 1
+    assert sample_one(Sampling(temperature=0, bias={5: 100.0})) == 5
+    assert sample_one(Sampling(temperature=0), barred=[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_temperature_0_selects_the_likeliest_after_penalties() -> None:
 )  # fmt: skip
 def test_extreme_settings_still_sample_a_likeliest_token(sampling: Sampling) -> None:
     answer = [0] if sampling.repetition_penalty != 1 else []
-    assert one(sampling, answer=answer) == 0
+    assert sample_one(sampling, answer=answer) == 0
 
 
 def test_penalties_match_plain_reference() -> None:
@@ -127,23 +126,23 @@ def test_repetition_penalty_matches_transformers() -> None:
 def test_top_p_matches_transformers() -> None:
     from transformers import TopPLogitsWarper
 
-    logits = LOGITS + torch.arange(8) / 100  # two that are the same are cut in no order
+    logits = LOGITS + torch.arange(8) / 100  # without equal logits, whose order in transformers is arbitrary
     for top_p in (0.1, 0.5, 0.9, 0.99):
         theirs = TopPLogitsWarper(top_p)(torch.tensor([[0]]), logits[None].clone())[0].softmax(-1)
-        assert of_all(logits, Sampling(top_p=top_p)).tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+        assert probabilities(logits, Sampling(top_p=top_p)).tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("width", [0.01, 1.0, 4.0])  # nearly all tokens are in the nucleus, many, a few
+@pytest.mark.parametrize("width", [0.01, 1.0, 4.0])  # the nucleus has nearly all tokens, many, a few
 def test_top_p_of_large_vocabulary_matches_transformers(width: float) -> None:
     from transformers import TopPLogitsWarper
 
     logits = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * width
     theirs = TopPLogitsWarper(0.9)(torch.tensor([[0]]), logits[None].clone())[0].softmax(-1)
-    assert torch.allclose(of_all(logits, Sampling(top_p=0.9)), theirs, rtol=1e-3)
+    assert torch.allclose(probabilities(logits, Sampling(top_p=0.9)), theirs, rtol=1e-3)
 
 
 def test_philox_matches_known_random123_vectors() -> None:
-    """The file ``kat_vectors`` of Random123 1.14.0, philox4x32-10."""
+    """philox4x32-10 in ``kat_vectors`` of Random123 1.14.0."""
     ones, pi = [0xFFFFFFFF] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
     known = [
         ([0] * 4, [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -175,12 +174,12 @@ def test_noise_keys_are_distinct() -> None:
     assert len(keys) == 200_000
 
 
-def chi_square(counts: torch.Tensor, chances: torch.Tensor) -> float:
-    """In standard deviations from its mean; tokens of which fewer than 10 are expected count together."""
-    expected, number = chances * counts.sum(), counts.sum()
-    often = expected >= 10
-    pairs = [*zip(counts[often].tolist(), expected[often].tolist(), strict=True)]
-    rest = (float(number - counts[often].sum()), float(number - expected[often].sum()))
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Return the statistic in standard deviations from its mean. Tokens with expected counts below 10 are merged."""
+    expected_probabilities, number = probabilities * counts.sum(), counts.sum()
+    is_frequent = expected_probabilities >= 10
+    pairs = [*zip(counts[is_frequent].tolist(), expected_probabilities[is_frequent].tolist(), strict=True)]
+    rest = (float(number - counts[is_frequent].sum()), float(number - expected_probabilities[is_frequent].sum()))
     pairs += [rest] if rest[1] > 10 else []
     freedom = len(pairs) - 1
     return (sum((n - e) ** 2 / e for n, e in pairs) - freedom) / math.sqrt(2 * freedom)
@@ -197,49 +196,51 @@ def test_samples_follow_softmax_over_rows_samples_and_positions(vocabulary: int,
         for at in range(number)
     ]
     parts = [words[begin : begin + 100] for begin in range(0, number, 100)]
-    drawn = torch.cat([draw_rows(logits.expand(len(part), -1), part, settings * len(part)) for part in parts])
-    counts = torch.bincount(drawn, minlength=vocabulary).double()
+    samples = torch.cat([draw_rows(logits.expand(len(part), -1), part, settings * len(part)) for part in parts])
+    counts = torch.bincount(samples, minlength=vocabulary).double()
     assert abs(chi_square(counts, logits.double().softmax(-1))) < 4
 
 
 @pytest.mark.parametrize("scale", [0, 0.1, 1, 3, 10, 100, 1e4])
 @pytest.mark.parametrize("vocabulary", [8, BLOCK, 4001])
 def test_sample_matches_plain_computation_in_float64(vocabulary: int, scale: float) -> None:
-    """The most likely block with noise, then the most likely token of the block with noise, one row at a time."""
-    drawn = torch.Generator().manual_seed(vocabulary)
+    """Row by row: the block with the highest perturbed probability, then the token of that block."""
+    generator = torch.Generator().manual_seed(vocabulary)
     words = [NoiseKey(5, ROLLOUT, int(scale), row=row).words(row) for row in range(40)]
-    scores = torch.randn(len(words), vocabulary, generator=drawn) * scale
+    scores = torch.randn(len(words), vocabulary, generator=generator) * scale
     single, half, tied = (torch.full_like(scores, -torch.inf), scores.clone(), scores.round())
     single[:, 3], half[:, ::2] = 0.0, -torch.inf
-    for each in (scores, single, half, tied, scores - 1e30):
-        noise, tokens = gumbel(words, 2 * BLOCK), gumbel_argmax(each, words, vocabulary)
-        every = torch.arange(vocabulary).expand(len(words), -1).flip(-1)
-        assert torch.equal(gumbel_argmax(each.flip(-1), words, vocabulary, every), tokens)
-        for row, token, of_row in zip(each.double().numpy(), tokens.tolist(), noise, strict=True):
+    for logits in (scores, single, half, tied, scores - 1e30):
+        noise, tokens = gumbel(words, 2 * BLOCK), gumbel_argmax(logits, words, vocabulary)
+        ids = torch.arange(vocabulary).expand(len(words), -1).flip(-1)
+        assert torch.equal(gumbel_argmax(logits.flip(-1), words, vocabulary, ids), tokens)
+        for row, token, row_noise in zip(logits.double().numpy(), tokens.tolist(), noise, strict=True):
             row -= row.max()
             blocks = [row[begin : begin + BLOCK] for begin in range(0, vocabulary, BLOCK)]
             sums = [np.log(np.exp(block).sum() + 1e-300) for block in blocks]
-            block = int(np.argmax(sums + of_row[BLOCK : BLOCK + len(blocks)]))
-            best = np.argmax(blocks[block] + of_row[: len(blocks[block])])
+            block = int(np.argmax(sums + row_noise[BLOCK : BLOCK + len(blocks)]))
+            best = np.argmax(blocks[block] + row_noise[: len(blocks[block])])
             assert token == block * BLOCK + best
 
 
 def test_samples_of_adjacent_positions_are_independent() -> None:
     logits, number = torch.tensor([1.0, 0.5, 0.0, -0.5]), 6_000
-    drawn = draw_rows(logits.expand(number, -1), [NoiseKey(3).words(at) for at in range(number)], [Sampling()] * number)
-    pairs = torch.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16).double()
-    chances = logits.double().softmax(-1)
-    assert abs(chi_square(pairs, torch.outer(chances, chances).flatten())) < 4
+    samples = draw_rows(
+        logits.expand(number, -1), [NoiseKey(3).words(at) for at in range(number)], [Sampling()] * number
+    )
+    pairs = torch.bincount(samples[:-1] * 4 + samples[1:], minlength=16).double()
+    probabilities = logits.double().softmax(-1)
+    assert abs(chi_square(pairs, torch.outer(probabilities, probabilities).flatten())) < 4
 
 
 def test_logit_errors_change_few_samples() -> None:
-    """Inversion of the cumulative sum changes 4.4% of the tokens at an error of 1e-3."""
-    drawn = torch.Generator().manual_seed(0)
-    logits = torch.randn(2_000, 2_000, generator=drawn) * 2
+    """Inverting the cumulative sum would change 4.4% of the tokens at an error of 1e-3."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2_000, 2_000, generator=generator) * 2
     words = [NoiseKey(0, row=at).words(0) for at in range(2_000)]
-    shifted = logits + 1e-3 * torch.randn(logits.shape, generator=drawn)
-    one, other = (draw_rows(each, words, [Sampling()] * 2_000) for each in (logits, shifted))
-    assert (one != other).float().mean() < 0.003
+    shifted = logits + 1e-3 * torch.randn(logits.shape, generator=generator)
+    exact, perturbed = (draw_rows(each, words, [Sampling()] * 2_000) for each in (logits, shifted))
+    assert (exact != perturbed).float().mean() < 0.003
 
 
 def test_permutation_is_complete_and_depends_on_generation() -> None:
@@ -254,32 +255,34 @@ def test_log_probabilities_are_of_raw_logits() -> None:
     assert result.top == ((0, pytest.approx(float(logps[0]))), (1, pytest.approx(float(logps[1]))))
 
 
-MIXED = [
+ALL_SETTINGS = [
     *SETTINGS,
     Sampling(temperature=0),
     Sampling(temperature=0.7, repetition_penalty=1.5, presence_penalty=0.2, frequency_penalty=0.1, bias={3: 2.0}),
 ]
 
-DRAWN = [2722, 1129, 2649, 929, 2371, 1288, 449, 2419, 1744]
+EXPECTED_SAMPLES = [2722, 1129, 2649, 929, 2371, 1288, 449, 2419, 1744]
 
 
 @pytest.mark.parametrize("vocabulary", [8, 3000])
 def test_batched_row_samples_the_same_as_alone(vocabulary: int) -> None:
-    logits = torch.randn(len(MIXED), vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16()  # with ties
+    logits = torch.randn(
+        len(ALL_SETTINGS), vocabulary, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()  # bfloat16 gives equal logits
     for seed in range(50):
-        rows = [settings_of(sampling, seed, at, [0, 1], [2, 2]) for at, sampling in enumerate(MIXED)]
-        each = [int(draw(logits[at : at + 1], rows[at : at + 1])) for at in range(len(rows))]
-        assert draw(logits, rows).tolist() == each
+        rows = [settings_of(sampling, seed, at, [0, 1], [2, 2]) for at, sampling in enumerate(ALL_SETTINGS)]
+        separate = [int(draw(logits[at : at + 1], rows[at : at + 1])) for at in range(len(rows))]
+        assert draw(logits, rows).tolist() == separate
 
 
 def test_sample_at_fixed_seed_is_stable() -> None:
-    rows = [settings_of(sampling, 3, at, [0, 4], [1, 5]) for at, sampling in enumerate(MIXED)]
-    logits = torch.sin(torch.arange(len(MIXED) * 3000, dtype=torch.float32)).view(len(MIXED), -1) * 4
-    assert draw(logits, rows).tolist() == DRAWN
+    rows = [settings_of(sampling, 3, at, [0, 4], [1, 5]) for at, sampling in enumerate(ALL_SETTINGS)]
+    logits = torch.sin(torch.arange(len(ALL_SETTINGS) * 3000, dtype=torch.float32)).view(len(ALL_SETTINGS), -1) * 4
+    assert draw(logits, rows).tolist() == EXPECTED_SAMPLES
 
 
 def test_equally_likely_tokens_enter_top_p_by_id() -> None:
-    assert of_all(torch.zeros(10), Sampling(top_p=0.35)).tolist() == pytest.approx([0.25] * 4 + [0.0] * 6)
+    assert probabilities(torch.zeros(10), Sampling(top_p=0.35)).tolist() == pytest.approx([0.25] * 4 + [0.0] * 6)
 
 
 def test_token_logps_are_those_of_raw_logits() -> None:

@@ -28,13 +28,13 @@ TEXTS = [
 NUMBERS = [0, -3, 2.5, 10**12, True, False, None]
 
 
-def drawn(random_: random.Random, depth: int = 0):
-    """A JSON value; deeper ones are rarer."""
+def random_value(random_: random.Random, depth: int = 0):
+    """Return a random JSON value; nested ones are less frequent."""
     kind = random_.random()
     if depth < 3 and kind < 0.15:
-        return [drawn(random_, depth + 1) for _ in range(random_.randint(0, 3))]
+        return [random_value(random_, depth + 1) for _ in range(random_.randint(0, 3))]
     if depth < 3 and kind < 0.35:
-        return {f"k{n}": drawn(random_, depth + 1) for n in range(random_.randint(0, 3))}
+        return {f"k{n}": random_value(random_, depth + 1) for n in range(random_.randint(0, 3))}
     return random_.choice(TEXTS if kind < 0.75 else NUMBERS)
 
 
@@ -42,13 +42,13 @@ def calls_of(random_: random.Random, tool_format: str) -> list[Call]:
     number = 1 if tool_format == "glm4" else random_.randint(1, 3)
     names = ["get_weather", "search-web", "db.query", "f"]
     return [
-        Call(random_.choice(names), {f"arg_{n}": drawn(random_) for n in range(random_.randint(0, 4))})
+        Call(random_.choice(names), {f"arg_{n}": random_value(random_) for n in range(random_.randint(0, 4))})
         for _ in range(number)
     ]
 
 
 def schema_of(calls: list[Call]) -> dict[str, dict]:
-    """The declaration of a tool: which arguments are texts. One argument has one type."""
+    """Return schemas in which each argument is a string or an object. The calls must agree on it."""
     kinds: dict[str, dict] = {}
     for call in calls:
         properties = kinds.setdefault(call.name, {"properties": {}})["properties"]
@@ -58,7 +58,7 @@ def schema_of(calls: list[Call]) -> dict[str, dict]:
 
 
 def agree(calls: list[Call]) -> bool:
-    """Tell whether no argument of one function is a text in one call and something else in another."""
+    """Tell whether each argument of a function is a string in all calls or in none."""
     recorded: dict[tuple[str, str], bool] = {}
     return all(
         recorded.setdefault((call.name, key), isinstance(value, str)) == isinstance(value, str)
@@ -69,14 +69,14 @@ def agree(calls: list[Call]) -> bool:
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
 def test_calls_round_trip_through_every_tool_format(tool_format: str) -> None:
-    written, reader = TOOL_FORMATS[tool_format].write, TOOL_FORMATS[tool_format].reader
+    write, reader = TOOL_FORMATS[tool_format].write, TOOL_FORMATS[tool_format].reader
     for seed in range(300):
         calls = calls_of(random.Random(seed), tool_format)
         if not agree(calls):
             continue
         if tool_format == "lfm2" and '"' in json.dumps([c.arguments for c in calls]).replace('\\"', ""):
             calls = [Call(call.name, {k: v for k, v in call.arguments.items() if v != "a, b=1"}) for call in calls]
-        text = written(calls)
+        text = write(calls)
         assert reader.read(text, schema_of(calls)) == calls, text
 
 
@@ -86,7 +86,7 @@ def test_truncated_call_is_no_call_or_a_complete_earlier_one(tool_format: str) -
     text = TOOL_FORMATS[tool_format].write(calls)
     for end in range(len(text)):
         result = TOOL_FORMATS[tool_format].reader.read(text[:end], schema_of(calls))
-        is_unclosed = tool_format == "glm4_moe"  # nothing closes a call there, so one argument less is a call too
+        is_unclosed = tool_format == "glm4_moe"  # no end marker: a call without its last argument is valid
         assert result in (None, calls) or is_unclosed, text[:end]
 
 

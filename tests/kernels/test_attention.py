@@ -25,33 +25,35 @@ def inputs(heads=4, keys=2, size=8, value_size=8, dtype=torch.float32, lengths=L
     return [torch.randn(sum(lengths), *shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def alone(lengths=LENGTHS):
+def causal_sequences(lengths=LENGTHS):
     begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     return Sequences.alone(begins, max(lengths))
 
 
-def whole(query, key, value, scores, lengths=LENGTHS):
-    """The same from one (T, T) matrix of scores, in float64: a token sees those of its own sequence before it."""
+def reference(query, key, value, scores, lengths=LENGTHS):
+    """Return attention from one (T, T) matrix in float64: tokens attend to preceding ones of their sequence."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    where = torch.arange(len(owner))
-    distance = where[:, None] - where[None, :]
-    recorded = (owner[:, None] == owner[None, :]) & (distance >= 0) & (distance < (scores.window or len(owner)))
+    positions = torch.arange(len(owner))
+    distance = positions[:, None] - positions[None, :]
+    is_visible = (owner[:, None] == owner[None, :]) & (distance >= 0) & (distance < (scores.window or len(owner)))
     groups = query.shape[1] // key.shape[1]
     q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
-    made = torch.einsum("thd,shd->hts", q, k) * (scores.scale or q.shape[-1] ** -0.5)
+    attention_scores = torch.einsum("thd,shd->hts", q, k) * (scores.scale or q.shape[-1] ** -0.5)
     if scores.softcap:
-        made = scores.softcap * torch.tanh(made / scores.softcap)
-    made = made.masked_fill(~recorded, float("-inf"))
+        attention_scores = scores.softcap * torch.tanh(attention_scores / scores.softcap)
+    attention_scores = attention_scores.masked_fill(~is_visible, float("-inf"))
     if scores.sinks is not None:
-        made = torch.cat([made, scores.sinks.double()[:, None, None].expand(-1, len(owner), 1)], -1)
-    return torch.einsum("hts,shd->thd", made.softmax(-1)[..., : len(owner)], v)
+        attention_scores = torch.cat(
+            [attention_scores, scores.sinks.double()[:, None, None].expand(-1, len(owner), 1)], -1
+        )
+    return torch.einsum("hts,shd->thd", attention_scores.softmax(-1)[..., : len(owner)], v)
 
 
 CASES = {
     "plain": Scores(),
     "scaled": Scores(scale=0.5),
     "window": Scores(window=4),
-    "window as long as a sequence": Scores(window=140),
+    "window of a sequence's length": Scores(window=140),
     "softcap": Scores(softcap=2.0),
     "sinks": Scores(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "softcap and window": Scores(softcap=2.0, window=7),
@@ -59,11 +61,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("scores", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("keys", [4, 2, 1], ids=["own keys", "shared keys", "one key"])
+@pytest.mark.parametrize("keys", [4, 2, 1], ids=["a key per query", "shared keys", "one key"])
 def test_each_sequence_matches_its_single_result(scores, keys):
     tensors = inputs(keys=keys)
-    mixed = flat_attention(*tensors, alone(), scores)
-    expected = whole(*tensors, scores)
+    mixed = flat_attention(*tensors, causal_sequences(), scores)
+    expected = reference(*tensors, scores)
     assert (mixed - expected).abs().max() < 1e-5
     grad = torch.randn_like(mixed)
     for ours, theirs in zip(
@@ -74,25 +76,25 @@ def test_each_sequence_matches_its_single_result(scores, keys):
 
 def test_value_can_have_another_size_than_key():
     tensors = inputs(keys=4, value_size=6)
-    assert (flat_attention(*tensors, alone(), Scores()) - whole(*tensors, Scores())).abs().max() < 1e-5
+    assert (flat_attention(*tensors, causal_sequences(), Scores()) - reference(*tensors, Scores())).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("length", [100, 600], ids=["in products", "in blocks"])
+@pytest.mark.parametrize("length", [100, 600], ids=["short", "blockwise"])
 def test_bfloat16_is_as_accurate_as_plain_attention(length):
     lengths = [length]
     tensors = inputs(dtype=torch.bfloat16, lengths=lengths)
-    truth = whole(*tensors, Scores(), lengths)
+    exact = reference(*tensors, Scores(), lengths)
     query, key, value = (t.transpose(0, 1).repeat_interleave(4 // t.shape[1], 0) for t in tensors)
-    made = (query @ key.transpose(1, 2) * 8**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    written_down = (made.softmax(-1, dtype=torch.float32).bfloat16() @ value).transpose(0, 1)
-    ours = flat_attention(*tensors, alone(lengths), Scores())
-    assert (ours - truth).abs().mean() < 1.05 * (written_down - truth).abs().mean()
+    scores = (query @ key.transpose(1, 2) * 8**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    plain = (scores.softmax(-1, dtype=torch.float32).bfloat16() @ value).transpose(0, 1)
+    ours = flat_attention(*tensors, causal_sequences(lengths), Scores())
+    assert (ours - exact).abs().mean() < 1.05 * (plain - exact).abs().mean()
 
 
 def test_autocast_sets_dtype_even_if_queries_and_values_differ():
     query, key, value = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = flat_attention(query, key, value.bfloat16(), alone(), Scores())
+        mixed = flat_attention(query, key, value.bfloat16(), causal_sequences(), Scores())
     assert mixed.dtype == torch.bfloat16
 
 
@@ -102,35 +104,35 @@ def test_long_sequence_attends_to_a_shared_prefix_and_causally_to_itself(before)
     key, value = (torch.randn(before + length, 2, 8, requires_grad=True) for _ in range(2))
     query = torch.randn(length, 4, 8, requires_grad=True)
     bounds = (torch.tensor([0, count], dtype=torch.int32) for count in (length, before + length))
-    (begins, begins_of_keys), most = bounds, before + length
-    result = flat_attention(query, key, value, Sequences(begins, length, begins_of_keys, most), Scores())
-    every = torch.cat([query.new_zeros(before, 4, 8), query])
-    expected = whole(every, key, value, Scores(), [most])[before:]
+    (begins, key_begins), width = bounds, before + length
+    result = flat_attention(query, key, value, Sequences(begins, length, key_begins, width), Scores())
+    padded_query = torch.cat([query.new_zeros(before, 4, 8), query])
+    expected = reference(padded_query, key, value, Scores(), [width])[before:]
     assert (result - expected).abs().max() < 1e-5
     upstream = torch.randn_like(result)
-    grads = (torch.autograd.grad((made * upstream).sum(), (query, key, value)) for made in (result, expected))
-    for got, wanted in zip(*grads, strict=True):
-        assert (got - wanted).abs().max() < 1e-4
+    grads = (torch.autograd.grad((output * upstream).sum(), (query, key, value)) for output in (result, expected))
+    for gradient, expected_gradient in zip(*grads, strict=True):
+        assert (gradient - expected_gradient).abs().max() < 1e-4
 
 
 def test_dropout_zeroes_weights_and_keeps_the_mean():
     ones = [torch.ones(4000, 1, 1), torch.zeros(4000, 1, 1), torch.ones(4000, 1, 1)]
     torch.manual_seed(0)
-    mixed = flat_attention(*ones, alone([100] * 40), Scores(dropout=0.3))
+    mixed = flat_attention(*ones, causal_sequences([100] * 40), Scores(dropout=0.3))
     assert mixed.mean() == pytest.approx(1, abs=0.02)
     assert mixed.std() > 0.01
 
 
 def test_masked_attention_accepts_both_mask_types():
-    query, key, value = (whole_.transpose(0, 1) for whole_ in inputs())
-    recorded = torch.rand(query.shape[1], query.shape[1]) > 0.3
-    recorded.fill_diagonal_(True)
-    added = torch.zeros(recorded.shape).masked_fill(~recorded, float("-inf"))
-    by_truth = masked_attention(query, key, value, recorded, Scores())
-    assert torch.equal(by_truth, masked_attention(query, key, value, added, Scores()))
+    query, key, value = (tensor.transpose(0, 1) for tensor in inputs())
+    is_visible = torch.rand(query.shape[1], query.shape[1]) > 0.3
+    is_visible.fill_diagonal_(True)
+    bias = torch.zeros(is_visible.shape).masked_fill(~is_visible, float("-inf"))
+    from_boolean = masked_attention(query, key, value, is_visible, Scores())
+    assert torch.equal(from_boolean, masked_attention(query, key, value, bias, Scores()))
 
 
-# --- the kernels of a GPU, as far as a CPU can tell -------------------------------------------------------------------
+# --- the kernels of a GPU, tested on a CPU ----------------------------------------------------------------------------
 
 
 def test_kernel_is_selected_by_its_capabilities(monkeypatch):
@@ -145,20 +147,20 @@ def test_kernel_is_selected_by_its_capabilities(monkeypatch):
 
 
 def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(monkeypatch):
-    class Fetched:
+    class FlashAttention:
         def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **overrides):
             return q, overrides
 
-    hub = SimpleNamespace(get_kernel=lambda name, version: Fetched)
+    hub = SimpleNamespace(get_kernel=lambda name, version: FlashAttention)
     monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setattr(attention, "_is_installed", lambda name: name != "flash_attn")
-    for remembered in (attention._flash_of_hub, attention._flash_function):
-        remembered.cache_clear()
+    for cached_function in (attention._flash_of_hub, attention._flash_function):
+        cached_function.cache_clear()
     try:
         assert attention.kernel_for(torch.bfloat16, Scores()) is attention._torch_varlen
         capped = Scores(softcap=30.0, window=4)
         kernel = attention.kernel_for(torch.bfloat16, capped)
-        _, options = kernel(*inputs(), alone(), capped)
+        _, options = kernel(*inputs(), causal_sequences(), capped)
         assert options["softcap"] == 30.0
         assert options["window_size"] == (3, 0)
         hub.get_kernel = lambda name, version: (_ for _ in ()).throw(OSError("no network"))
@@ -166,8 +168,8 @@ def test_flash_attention_is_fetched_if_torch_lacks_it_and_kernels_is_installed(m
         with pytest.warns(UserWarning, match="no network.*a separate call per sequence"):
             assert attention.kernel_for(torch.bfloat16, capped) is None
     finally:
-        for remembered in (attention._flash_of_hub, attention._flash_function):
-            remembered.cache_clear()
+        for cached_function in (attention._flash_of_hub, attention._flash_function):
+            cached_function.cache_clear()
 
 
 @pytest.mark.parametrize("shares_keys", [True, False], ids=["torch 2.12", "torch 2.11"])
@@ -177,16 +179,16 @@ def test_torch_kernel_receives_equivalent_attention(monkeypatch, shares_keys, wi
         assert (query.shape[1] != key.shape[1]) == enable_gqa
         assert window_size == (-1 if window is None else window - 1, 0)
         left = window_size[0] + 1 if window_size[0] >= 0 else None
-        return whole(query, key, value, Scores(scale, left)).float()
+        return reference(query, key, value, Scores(scale, left)).float()
 
     monkeypatch.setattr(attention, "_varlen_attn", lambda: (stand_in, shares_keys))
     tensors, scores = inputs(), Scores(window=window)
-    made = attention._torch_varlen(*tensors, alone(), scores)
-    assert (made - flat_attention(*tensors, alone(), scores)).abs().max() < 1e-5
+    output = attention._torch_varlen(*tensors, causal_sequences(), scores)
+    assert (output - flat_attention(*tensors, causal_sequences(), scores)).abs().max() < 1e-5
 
 
 def test_compiled_layer_has_no_graph_break_at_torch_kernel(monkeypatch):
-    """Graphs that break there, one more per layer, make a layer slower and say nothing."""
+    """A graph break per layer would silently make layers slower."""
 
     def stand_in(query, key, value, *where, enable_gqa=False, **options):
         return query * key.mean() + value.mean()
@@ -196,7 +198,7 @@ def test_compiled_layer_has_no_graph_break_at_torch_kernel(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     tensors = [tensor.bfloat16() for tensor in inputs()]
     compiled = torch.compile(flat_attention, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(*tensors, alone(), Scores()), stand_in(*tensors))
+    assert torch.equal(compiled(*tensors, causal_sequences(), Scores()), stand_in(*tensors))
 
 
 # --- transformers' models ---------------------------------------------------------------------------------------------
@@ -220,10 +222,10 @@ def rows(*lengths, seed=0):
 @pytest.mark.parametrize("family", KEEPS_APART)
 def test_flat_sequences_get_logits_of_single_ones(family):
     model, sequences = tiny(family), rows(7, 1, 12)
-    alone = torch.cat([logits(model, {"input_ids": torch.tensor([ids])}) for ids in sequences], 1)
+    single = torch.cat([logits(model, {"input_ids": torch.tensor([ids])}) for ids in sequences], 1)
     assert make_padding_free(model) == PaddingFree(True)
     assert model.config._attn_implementation == "burnish"
-    assert (logits(model, flat(*sequences)) - alone).abs().max() < 1e-5 * alone.abs().max()
+    assert (logits(model, flat(*sequences)) - single).abs().max() < 1e-5 * single.abs().max()
 
 
 before_524 = pytest.mark.skipif(
@@ -260,12 +262,12 @@ def test_attention_check_does_not_change_the_model():
     model = tiny("llama", attention_dropout=0.1)
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
-    before, drawn = torch.get_rng_state(), [p.clone() for p in model.parameters()]
+    before, parameters = torch.get_rng_state(), [p.clone() for p in model.parameters()]
     isolates_sequences(model)
     find_head(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), drawn, strict=True))
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(model.parameters(), parameters, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt_oss"])
@@ -275,8 +277,8 @@ def test_non_flat_batches_use_original_attention(family):
     batch["attention_mask"][0, :4] = 0
     before = logits(model, batch)
     make_padding_free(model)
-    recorded = batch["attention_mask"].bool()
-    assert (logits(model, batch) - before)[recorded].abs().max() < 1e-5 * before.abs().max()
+    is_token = batch["attention_mask"].bool()
+    assert (logits(model, batch) - before)[is_token].abs().max() < 1e-5 * before.abs().max()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -336,10 +338,10 @@ def _capped(output):
 
 @pytest.mark.parametrize("window", [None, 5, 4200])
 def test_few_tokens_after_long_prefix_allocate_no_square_mask(window):
-    """It would be the square of the longest row; the mask is what that square says of these tokens."""
+    """The mask has a row for each of these tokens only, not for each token of the longest sequence."""
     length, before = 3, attention._MOST_KEPT + 10
     size = before + length
-    made = attention._band(length, before, before, window, torch.bfloat16, torch.device("cpu"))
-    assert made.untyped_storage().nbytes() == length * size * 2
+    mask = attention._band(length, before, before, window, torch.bfloat16, torch.device("cpu"))
+    assert mask.untyped_storage().nbytes() == length * size * 2
     distance = torch.arange(before, size)[:, None] - torch.arange(size)
-    assert torch.equal(made == 0, (distance >= 0) & (distance < (window or size)))
+    assert torch.equal(mask == 0, (distance >= 0) & (distance < (window or size)))

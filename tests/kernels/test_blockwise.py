@@ -14,39 +14,43 @@ SCALE = 0.3
 
 
 def inputs(length: int, dtype: torch.dtype) -> list[Tensor]:
-    """4 query heads on 2 keys, and an upstream gradient."""
+    """Return 4 query heads, 2 key and value heads, and an upstream gradient."""
     torch.manual_seed(length)
     return [torch.randn(heads, length, size).to(dtype) for heads, size in ((4, 16), (2, 16), (2, 12), (4, 12))]
 
 
-def written_down(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool = True) -> Tensor:
+def formula(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool = True) -> Tensor:
     key, value = (x.repeat_interleave(2, 0) for x in (key, value))
-    ahead = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool).triu(1) & is_causal
-    return (query @ key.transpose(1, 2) * scale).masked_fill(ahead, float("-inf")).softmax(-1) @ value
+    is_later = torch.ones(key.shape[1], key.shape[1], dtype=torch.bool).triu(1) & is_causal
+    return (query @ key.transpose(1, 2) * scale).masked_fill(is_later, float("-inf")).softmax(-1) @ value
 
 
-def outcome(function, query: Tensor, key: Tensor, value: Tensor, upstream: Tensor, is_causal=True) -> list[Tensor]:
-    options = [x.detach().clone().requires_grad_() for x in (query, key, value)]
-    mixed = function(*options, SCALE, is_causal)
-    return [mixed.detach(), *torch.autograd.grad(mixed, options, upstream)]
+def output_and_gradients(
+    function, query: Tensor, key: Tensor, value: Tensor, upstream: Tensor, is_causal=True
+) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, value)]
+    mixed = function(*leaves, SCALE, is_causal)
+    return [mixed.detach(), *torch.autograd.grad(mixed, leaves, upstream)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
 def test_blockwise_attention_and_gradients_match_formula(length, is_causal):
     tensors = inputs(length, torch.float32)
-    truth = outcome(written_down, *(x.double() for x in tensors), is_causal)
-    for ours, exact in zip(outcome(blockwise_attention, *tensors, is_causal), truth, strict=True):
+    exact_results = output_and_gradients(formula, *(x.double() for x in tensors), is_causal)
+    for ours, exact in zip(output_and_gradients(blockwise_attention, *tensors, is_causal), exact_results, strict=True):
         assert (ours - exact).abs().max() < 1e-6 * exact.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "all"])
 def test_bfloat16_gradients_are_as_accurate_as_plain_attention(is_causal):
     tensors = inputs(600, torch.bfloat16)
-    truth = outcome(written_down, *(x.double() for x in tensors), is_causal)
-    plain = outcome(written_down, *tensors, is_causal)
-    for ours, defaults, exact in zip(outcome(blockwise_attention, *tensors, is_causal), plain, truth, strict=True):
-        assert (ours - exact).abs().mean() < 1.1 * (defaults - exact).abs().mean()
+    exact_results = output_and_gradients(formula, *(x.double() for x in tensors), is_causal)
+    plain = output_and_gradients(formula, *tensors, is_causal)
+    for ours, reference, exact in zip(
+        output_and_gradients(blockwise_attention, *tensors, is_causal), plain, exact_results, strict=True
+    ):
+        assert (ours - exact).abs().mean() < 1.1 * (reference - exact).abs().mean()
 
 
 def test_no_tensor_of_score_size_is_saved():
@@ -60,8 +64,8 @@ def test_no_tensor_of_score_size_is_saved():
 @pytest.mark.parametrize(("length", "dtype", "uses_blocks"), [
     (300, torch.bfloat16, True), (100, torch.bfloat16, False), (300, torch.float32, False),
 ])  # fmt: skip
-def test_long_rows_of_a_vision_tower_are_computed_by_blocks(length, dtype, uses_blocks, monkeypatch):
-    """The fast and the plain path of ``attend``, for two rows, with a key head for each query head."""
+def test_long_rows_of_a_vision_tower_are_computed_blockwise(length, dtype, uses_blocks, monkeypatch):
+    """The fast and the plain path of ``attend``, for two rows with as many key heads as query heads."""
     torch.manual_seed(0)
     rows = [torch.randn(2, 4, length, 16).to(dtype) for _ in range(3)]
     calls = []
@@ -83,10 +87,10 @@ def test_long_rows_of_a_vision_tower_are_computed_by_blocks(length, dtype, uses_
 
 
 @pytest.mark.parametrize("length", [300, 600])
-def test_keys_and_values_in_another_memory_order_give_the_same_bits(length):
-    """A tower's keys and values are views of a tensor (length, heads, size)."""
+def test_memory_layout_of_keys_and_values_does_not_change_the_result(length):
+    """In a vision tower, keys and values are views of a tensor of shape (length, heads, size)."""
     tensors = [x.to(torch.bfloat16) for x in inputs(length, torch.bfloat16)]
-    others = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
-    both = (outcome(blockwise_attention, *each, False) for each in (tensors, others))
-    for one, other in zip(*both, strict=True):
-        assert torch.equal(one, other)
+    transposed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    results = (output_and_gradients(blockwise_attention, *arguments, False) for arguments in (tensors, transposed))
+    for result, expected in zip(*results, strict=True):
+        assert torch.equal(result, expected)

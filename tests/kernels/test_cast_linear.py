@@ -1,4 +1,4 @@
-"""A linear layer under autocast that keeps no cast copy of its weights: bitwise equal."""
+"""A linear layer under autocast without cast copies of its weights: bitwise equal."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ from burnish.models.patches.fused import patch_forwards
 from tiny_models import tiny_model
 
 
-def outcome(function, x, weight, bias):
-    """The output under autocast, and the gradients of what has one."""
-    options = [None if value is None else value.detach().clone().requires_grad_() for value in (x, weight, bias)]
+def output_and_gradients(function, x, weight, bias):
+    """Return the output under autocast, and the gradients of the inputs."""
+    inputs = [None if value is None else value.detach().clone().requires_grad_() for value in (x, weight, bias)]
     with torch.autocast("cpu", torch.bfloat16):
-        projected = function(*options)
+        projected = function(*inputs)
     upstream = torch.randn(projected.shape, generator=torch.Generator().manual_seed(1)).to(projected.dtype)
-    wanted = [value for value in options if value is not None]
-    return [projected, *torch.autograd.grad(projected, wanted, upstream)]
+    tensors = [value for value in inputs if value is not None]
+    return [projected, *torch.autograd.grad(projected, tensors, upstream)]
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 7, 64), pytest.param((300, 2048), marks=pytest.mark.slow)])
@@ -31,12 +31,12 @@ def test_linear_and_gradients_equal_autocast_bitwise(shape, dtype, has_bias):
     x, weight = (
         torch.randn(shape).to(dtype),
         torch.randn(1100, shape[-1]),
-    )  # the larger copy lies in memory that is kept
+    )  # the larger cast copy uses the buffer pool
     bias = torch.randn(1100) if has_bias else None
-    ours = outcome(lambda x, w, b: cast_linear(x, w, b, torch.bfloat16), x, weight, bias)
-    for mine, plain in zip(ours, outcome(F.linear, x, weight, bias), strict=True):
-        assert mine.dtype == plain.dtype
-        assert torch.equal(mine, plain)
+    ours = output_and_gradients(lambda x, w, b: cast_linear(x, w, b, torch.bfloat16), x, weight, bias)
+    for actual, plain in zip(ours, output_and_gradients(F.linear, x, weight, bias), strict=True):
+        assert actual.dtype == plain.dtype
+        assert torch.equal(actual, plain)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 7, 64), pytest.param((300, 2048), marks=pytest.mark.slow)])
@@ -49,10 +49,12 @@ def test_transposed_weights_equal_autocast_bitwise(shape, dtype):
     def theirs(x, weight, bias):
         return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
-    ours = outcome(lambda x, w, b: cast_linear(x, w, b, torch.bfloat16, is_transposed=True), x, weight, bias)
-    for mine, plain in zip(ours, outcome(theirs, x, weight, bias), strict=True):
-        assert mine.dtype == plain.dtype
-        assert torch.equal(mine, plain)
+    ours = output_and_gradients(
+        lambda x, w, b: cast_linear(x, w, b, torch.bfloat16, is_transposed=True), x, weight, bias
+    )
+    for actual, plain in zip(ours, output_and_gradients(theirs, x, weight, bias), strict=True):
+        assert actual.dtype == plain.dtype
+        assert torch.equal(actual, plain)
 
 
 def test_frozen_weights_get_no_gradient_and_save_nothing_for_it():
@@ -66,16 +68,16 @@ def test_frozen_weights_get_no_gradient_and_save_nothing_for_it():
     assert [value is weight or value.data_ptr() == weight.data_ptr() for value in saved] == [True]
 
 
-def kept_of(model, ids):
-    """Shapes of 16 bits that a forward pass keeps, and the gradients that it leads to."""
+def saved_shapes_and_gradients(model, ids):
+    """Return the shapes of bfloat16 tensors that a forward pass saves, and the gradients."""
     shapes = []
 
-    def keep(value):
+    def save(value):
         if value.dtype == torch.bfloat16:
             shapes.append(tuple(value.shape))
         return value
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value), torch.autocast("cpu", torch.bfloat16):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda value: value), torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return shapes, [weight.grad for weight in model.parameters()]
@@ -90,11 +92,14 @@ def test_model_keeps_no_weight_copies_and_trains_equally(family):
         if isinstance(module, nn.Linear | Conv1D):
             del module.forward
     patch_forwards(fused)
-    of_weights = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
-    (copied, defaults), (kept, ours) = kept_of(plain, ids), kept_of(fused, ids)
-    assert any(tuple(sorted(shape)) in of_weights for shape in copied)
-    assert not any(tuple(sorted(shape)) in of_weights for shape in kept)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, defaults, strict=True))
+    weight_shapes = {tuple(sorted(weight.shape)) for weight in fused.parameters() if weight.ndim == 2}
+    (plain_shapes, plain_gradients), (fused_shapes, fused_gradients) = (
+        saved_shapes_and_gradients(plain, ids),
+        saved_shapes_and_gradients(fused, ids),
+    )
+    assert any(tuple(sorted(shape)) in weight_shapes for shape in plain_shapes)
+    assert not any(tuple(sorted(shape)) in weight_shapes for shape in fused_shapes)
+    assert all(torch.equal(actual, theirs) for actual, theirs in zip(fused_gradients, plain_gradients, strict=True))
 
 
 def test_without_autocast_or_backward_torch_linear_is_used(monkeypatch):
@@ -124,18 +129,18 @@ def test_layer_that_resembles_gpt2_conv1d_runs_its_own_code():
     assert torch.equal(layer(x), plain)
 
 
-# --- inputs that are computed again -----------------------------------------------------------------------------------
+# --- inputs that are recomputed ---------------------------------------------------------------------------------------
 
 
-def gradients_of_gated_layer(may_be_again, saved=None):
-    """Gradients of gate, up and weights, of a product that goes into a linear layer."""
+def gradients_of_gated_layer(may_recompute, saved=None):
+    """Return the gradients of gate, up and weight, for a gated product that is the input of a linear layer."""
     torch.manual_seed(0)
     gate, up = (torch.randn(40, 64).bfloat16().requires_grad_() for _ in range(2))
     weight = torch.randn(24, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved is not None and saved.append(x), x)[1], lambda x: x):
         product = gate_product(gate, up, "silu")
-        made = cast_linear(product if may_be_again else product.view_as(product), weight, None, torch.bfloat16)
-    made.float().square().sum().backward()
+        output = cast_linear(product if may_recompute else product.view_as(product), weight, None, torch.bfloat16)
+    output.float().square().sum().backward()
     return gate.grad, up.grad, weight.grad
 
 
@@ -143,8 +148,8 @@ def test_product_is_recomputed_bitwise_equal_and_not_saved():
     saved = []
     result = gradients_of_gated_layer(True, saved)
     assert all(map(torch.equal, result, gradients_of_gated_layer(False)))
-    kept = {x.data_ptr() for x in saved}
-    assert len(kept) == 3  # gate, up, weight
+    pointers = {x.data_ptr() for x in saved}
+    assert len(pointers) == 3  # gate, up, weight
 
 
 def test_modified_product_is_saved():

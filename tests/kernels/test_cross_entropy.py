@@ -19,7 +19,7 @@ N, H, V = 37, 12, 53
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Seven tokens a chunk and five rows a tile, so that both end in the middle."""
+    """Seven tokens per chunk and five rows per tile, so that the last ones are incomplete."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 7 * V * 4)
     monkeypatch.setattr(cross_entropy, "_MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(cross_entropy, "_TILE_BYTES", 5 * H * 4)
@@ -29,9 +29,9 @@ def inputs(n=N, bias=False, weights=False, seed=0):
     torch.manual_seed(seed)
     hidden = torch.randn(n, H, requires_grad=True)
     weight = (torch.randn(V, H) * 0.5).requires_grad_()
-    bias_ = torch.randn(V, requires_grad=True) if bias else None
+    head_bias = torch.randn(V, requires_grad=True) if bias else None
     token_weights = torch.rand(n) * 2 if weights else None
-    return hidden, weight, bias_, torch.randint(0, V, (n,)), token_weights
+    return hidden, weight, head_bias, torch.randint(0, V, (n,)), token_weights
 
 
 def plain(hidden, weight, bias, targets, token_weights, rules):
@@ -55,15 +55,15 @@ CASES = {
 @pytest.mark.parametrize(("bias", "weights"), [(False, False), (True, True)], ids=["bare", "bias and weights"])
 @pytest.mark.parametrize("n", [N, 7, 1], ids=["many chunks", "one chunk", "one token"])
 def test_sums_and_gradients_match_plain_path(rules, bias, weights, n):
-    hidden, weight, bias_, targets, token_weights = inputs(n, bias, weights)
-    ours = linear_cross_entropy(hidden, weight, targets, rules, bias_, token_weights)
-    theirs = plain(hidden, weight, bias_, targets, token_weights, rules)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(mine, other, rtol=1e-6, atol=1e-6)
-    leaves = [leaf for leaf in (hidden, weight, bias_) if leaf is not None]
-    mine = torch.autograd.grad(ours.total * 0.3, leaves)
-    other = torch.autograd.grad(theirs.total * 0.3, leaves)
-    for a, b in zip(mine, other, strict=True):
+    hidden, weight, head_bias, targets, token_weights = inputs(n, bias, weights)
+    ours = linear_cross_entropy(hidden, weight, targets, rules, head_bias, token_weights)
+    theirs = plain(hidden, weight, head_bias, targets, token_weights, rules)
+    for actual, reference in zip(ours, theirs, strict=True):
+        assert torch.allclose(actual, reference, rtol=1e-6, atol=1e-6)
+    leaves = [leaf for leaf in (hidden, weight, head_bias) if leaf is not None]
+    actual = torch.autograd.grad(ours.total * 0.3, leaves)
+    reference = torch.autograd.grad(theirs.total * 0.3, leaves)
+    for a, b in zip(actual, reference, strict=True):
         assert (a - b).abs().max() < 1e-6 * max(1.0, b.abs().max())
 
 
@@ -83,8 +83,9 @@ def test_label_smoothing_matches_transformers():
     assert torch.allclose(ours / N, theirs, rtol=1e-6)
 
 
-def factors_by_the_book(logits, targets, alpha):
-    """For each token the probability of its target; (entropy of the twenty likeliest / 3) ^ alpha, in numpy."""
+def reference_factors(logits, targets, alpha):
+    """Return for each token, in NumPy, the probability of its target, and (entropy of the twenty most likely tokens /
+    3) ^ alpha."""
     probabilities = np.exp(logits - logits.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
     top = np.sort(probabilities, -1)[:, -20:]
@@ -95,16 +96,16 @@ def factors_by_the_book(logits, targets, alpha):
 def test_dft_and_eaft_scale_loss_as_in_papers_without_gradient_through_scale():
     logits = torch.randn(N, V, generator=torch.manual_seed(1)).mul(2).requires_grad_()
     targets = torch.randint(0, V, (N,))
-    of_targets, of_entropy = factors_by_the_book(logits.detach().double().numpy(), targets.numpy(), 1.5)
+    dft_factors, eaft_factors = reference_factors(logits.detach().double().numpy(), targets.numpy(), 1.5)
     for rules, factors in (
-        (TokenLoss(factor="dft"), of_targets),
-        (TokenLoss(factor="eaft", eaft_alpha=1.5), of_entropy),
+        (TokenLoss(factor="dft"), dft_factors),
+        (TokenLoss(factor="eaft", eaft_alpha=1.5), eaft_factors),
     ):
         expected = (F.cross_entropy(logits, targets, reduction="none") * torch.from_numpy(factors).float()).sum()
         ours = plain_cross_entropy(logits, targets, rules).total
         assert torch.allclose(ours, expected, rtol=1e-5)
-        mine, other = (torch.autograd.grad(total, logits)[0] for total in (ours, expected))
-        assert torch.allclose(mine, other, atol=1e-6)
+        actual, reference = (torch.autograd.grad(total, logits)[0] for total in (ours, expected))
+        assert torch.allclose(actual, reference, atol=1e-6)
 
 
 def test_correct_tokens_and_entropy_are_counted():
@@ -160,7 +161,7 @@ def test_evaluation_computes_no_gradients():
 def test_autocast_error_is_within_spread_of_two_plain_orders():
     hidden, weight, _, targets, _ = inputs(n=400)
     exact = plain(*(t.double() for t in (hidden, weight)), None, targets, None, TokenLoss())
-    true = torch.autograd.grad(exact.total, (hidden, weight))
+    exact_gradients = torch.autograd.grad(exact.total, (hidden, weight))
     spread = []
     for order in (torch.arange(400), torch.randperm(400)):
         with torch.autocast("cpu", torch.bfloat16):
@@ -169,15 +170,19 @@ def test_autocast_error_is_within_spread_of_two_plain_orders():
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_cross_entropy(hidden, weight, targets).total
     assert ours.dtype == torch.float32
-    for mine, truth, *plain_ones in zip(torch.autograd.grad(ours, (hidden, weight)), true, *spread, strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine - truth).norm() < 1.1 * max((one - truth).norm() for one in plain_ones)
+    for actual, truth, *plain_gradients in zip(
+        torch.autograd.grad(ours, (hidden, weight)), exact_gradients, *spread, strict=True
+    ):
+        assert actual.dtype == torch.float32
+        assert (actual - truth).norm() < 1.1 * max(
+            (plain_gradient - truth).norm() for plain_gradient in plain_gradients
+        )
 
 
 def test_infinite_loss_stays_infinite():
     hidden, weight, _, targets, _ = inputs()
-    poisoned = torch.where(torch.arange(N)[:, None] == 3, torch.nan, hidden)
-    assert not torch.isfinite(linear_cross_entropy(poisoned, weight, targets).total)
+    with_nan = torch.where(torch.arange(N)[:, None] == 3, torch.nan, hidden)
+    assert not torch.isfinite(linear_cross_entropy(with_nan, weight, targets).total)
 
 
 def test_second_backward_pass_raises():
@@ -192,19 +197,19 @@ def test_each_micro_batch_accumulates_its_gradient():
     hidden, weight, _, targets, _ = inputs()
     for begin, end in pairwise((0, 10, 11, N)):
         linear_cross_entropy(hidden[begin:end], weight, targets[begin:end]).total.backward()
-    whole = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), targets, reduction="sum"), weight)[0]
-    assert (weight.grad - whole).abs().max() < 1e-5
+    expected = torch.autograd.grad(F.cross_entropy(hidden @ weight.t(), targets, reduction="sum"), weight)[0]
+    assert (weight.grad - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("n", "lengths"), [(0, []), (7, [7]), (8, [4, 4]), (23, [6, 6, 6, 5])])
 def test_tokens_are_split_evenly_into_fewest_chunks(n, lengths, monkeypatch):
     result, logits = [], cross_entropy.logits_into
 
-    def noted(hidden, *rest):
+    def recorded_logits_into(hidden, *rest):
         result.append(len(hidden))
         return logits(hidden, *rest)
 
-    monkeypatch.setattr(cross_entropy, "logits_into", noted)
+    monkeypatch.setattr(cross_entropy, "logits_into", recorded_logits_into)
     hidden, weight, _, targets, _ = inputs(n)
     linear_cross_entropy(hidden, weight, targets)
     assert result == lengths
@@ -224,10 +229,12 @@ def test_large_vocabulary_chunks_are_efficient_on_cpu(monkeypatch):
 def test_token_without_label_counts_nothing_and_has_no_gradient():
     hidden, weight, _, targets, _ = inputs()
     head = Head(torch.nn.Identity(), torch.nn.Linear(H, V, bias=False))
-    some = targets.clone()
-    some[3] = IGNORE_INDEX
-    positions, others = torch.arange(N), some != IGNORE_INDEX
-    total = sums_of_hidden(hidden, head, Targets(positions, some), TokenLoss(), weight).total
-    rest = sums_of_hidden(hidden[others], head, Targets(positions[others], some[others]), TokenLoss(), weight).total
+    masked_targets = targets.clone()
+    masked_targets[3] = IGNORE_INDEX
+    positions, has_label = torch.arange(N), masked_targets != IGNORE_INDEX
+    total = sums_of_hidden(hidden, head, Targets(positions, masked_targets), TokenLoss(), weight).total
+    rest = sums_of_hidden(
+        hidden[has_label], head, Targets(positions[has_label], masked_targets[has_label]), TokenLoss(), weight
+    ).total
     assert torch.allclose(total, rest)
     assert not torch.autograd.grad(total, hidden)[0][3].any()

@@ -22,101 +22,107 @@ INPUTS = 24
 
 
 def layers(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[LoraTensors]]:
-    """An input, and layers of some widths and ranks over it, every other one with a bias."""
+    """Return an input, and layers of random widths and ranks over it, every second one with a bias."""
     generator = torch.Generator().manual_seed(seed)
     tokens, count = torch.randint(1, 40, (), generator=generator), torch.randint(2, 5, (), generator=generator)
 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    made = []
+    lora_layers = []
     for index in range(int(count)):
-        outputs, rank = (int(torch.randint(1, most, (), generator=generator)) for most in (50, 9))
-        wide = torch.promote_types(dtype, torch.float32)  # factors that train
-        a, b = draw(rank, INPUTS, dtype=wide).requires_grad_(), draw(outputs, rank, dtype=wide).requires_grad_()
+        outputs, rank = (int(torch.randint(1, bound, (), generator=generator)) for bound in (50, 9))
+        factor_dtype = torch.promote_types(dtype, torch.float32)  # the dtype of trained factors
+        a, b = (
+            draw(rank, INPUTS, dtype=factor_dtype).requires_grad_(),
+            draw(outputs, rank, dtype=factor_dtype).requires_grad_(),
+        )
         bias = draw(outputs) if index % 2 else None
-        made.append(LoraTensors(draw(outputs, INPUTS), bias, a, b, scaling=0.3 + index))
-    return draw(2, int(tokens), INPUTS).requires_grad_(), made
+        lora_layers.append(LoraTensors(draw(outputs, INPUTS), bias, a, b, scaling=0.3 + index))
+    return draw(2, int(tokens), INPUTS).requires_grad_(), lora_layers
 
 
-def one_after_the_other(x: Tensor, made: list[LoraTensors]) -> tuple[Tensor, ...]:
-    return tuple(lora_linear(x, *layer) for layer in made)
+def separate_projections(x: Tensor, lora_layers: list[LoraTensors]) -> tuple[Tensor, ...]:
+    return tuple(lora_linear(x, *layer) for layer in lora_layers)
 
 
-def outcome(function, x: Tensor, made: list[LoraTensors]) -> list[Tensor]:
-    """The outputs and the gradients of the input and of all factors."""
-    outputs = function(x, made)
+def results(function, x: Tensor, lora_layers: list[LoraTensors]) -> list[Tensor]:
+    """Return the outputs, and the gradients of the input and of all factors."""
+    outputs = function(x, lora_layers)
     upstream = [torch.sin(torch.arange(y.numel()) + 1.0).view(y.shape).to(y.dtype) for y in outputs]
-    moving = [x, *(factor for layer in made for factor in (layer.a, layer.b))]
-    return [*outputs, *torch.autograd.grad(outputs, moving, upstream)]
+    trainable = [x, *(factor for layer in lora_layers for factor in (layer.a, layer.b))]
+    return [*outputs, *torch.autograd.grad(outputs, trainable, upstream)]
 
 
-def distance(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())
 
 
-def written_out(x: Tensor, made: list[LoraTensors]) -> tuple[Tensor, ...]:
+def formula(x: Tensor, lora_layers: list[LoraTensors]) -> tuple[Tensor, ...]:
     return tuple(
         F.linear(x, layer.weight, layer.bias) + F.linear(F.linear(x, layer.a), layer.b) * layer.scaling
-        for layer in made
+        for layer in lora_layers
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_joint_layers_and_gradients_match_formula(seed):
-    x, made = layers(seed)
-    for ours, plain in zip(outcome(joint_projections, x, made), outcome(written_out, x, made), strict=True):
-        assert distance(ours, plain) < 1e-6
+    x, lora_layers = layers(seed)
+    for ours, plain in zip(results(joint_projections, x, lora_layers), results(formula, x, lora_layers), strict=True):
+        assert relative_error(ours, plain) < 1e-6
 
 
 def test_joint_projections_pass_gradcheck():
-    x, made = layers(1, torch.float64)
-    factors = [factor for layer in made for factor in (layer.a, layer.b)]
+    x, lora_layers = layers(1, torch.float64)
+    factors = [factor for layer in lora_layers for factor in (layer.a, layer.b)]
 
-    def answers(x, *factors):
-        pairs = zip(made, factors[::2], factors[1::2], strict=True)
+    def joint_outputs(x, *factors):
+        pairs = zip(lora_layers, factors[::2], factors[1::2], strict=True)
         return joint_projections(x, [layer._replace(a=a, b=b) for layer, a, b in pairs])
 
-    assert torch.autograd.gradcheck(answers, (x, *factors), fast_mode=True)
+    assert torch.autograd.gradcheck(joint_outputs, (x, *factors), fast_mode=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_bfloat16_joint_layers_are_as_accurate_as_single_ones(seed):
-    x, made = layers(seed, torch.bfloat16)
+    x, lora_layers = layers(seed, torch.bfloat16)
     wide = x.detach().double().requires_grad_()
-    exact = [
+    exact_layers = [
         LoraTensors(w.double(), None if bias is None else bias.double(), a.double(), b.double(), *more)
-        for w, bias, a, b, *more in made
+        for w, bias, a, b, *more in lora_layers
     ]
-    truth = outcome(written_out, wide, exact)
-    for ours, plain, true in zip(
-        outcome(joint_projections, x, made), outcome(one_after_the_other, x, made), truth, strict=True
+    exact_results = results(formula, wide, exact_layers)
+    for ours, plain, exact in zip(
+        results(joint_projections, x, lora_layers),
+        results(separate_projections, x, lora_layers),
+        exact_results,
+        strict=True,
     ):
         assert ours.dtype == plain.dtype
-        assert distance(ours, true) <= 1.5 * distance(plain, true) + 1e-4
+        assert relative_error(ours, exact) <= 1.5 * relative_error(plain, exact) + 1e-4
 
 
 def test_input_without_gradient_gets_none():
-    x, made = layers(3)
-    sum(y.sum() for y in joint_projections(x.detach(), made)).backward()
+    x, lora_layers = layers(3)
+    sum(y.sum() for y in joint_projections(x.detach(), lora_layers)).backward()
     assert x.grad is None
-    assert all(layer.b.grad.abs().sum() > 0 for layer in made)
+    assert all(layer.b.grad.abs().sum() > 0 for layer in lora_layers)
 
 
-# --- who is asked with whom -------------------------------------------------------------------------------------------
+# --- which layers are computed jointly --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def joint_counts(monkeypatch):
-    """The number of layers that answered together, each time."""
+    """The number of layers in each joint projection."""
     counts = []
 
-    def counted(x, made):
-        counts.append(len(made))
-        return joint_projections(x, made)
+    def counted_projections(x, lora_layers):
+        counts.append(len(lora_layers))
+        return joint_projections(x, lora_layers)
 
-    monkeypatch.setattr(lora, "joint_projections", counted)
+    monkeypatch.setattr(lora, "joint_projections", counted_projections)
     return counts
 
 
@@ -165,48 +171,48 @@ def test_layer_hooks_are_called():
     torch.testing.assert_close(result, second.forward(x) + 1)
 
 
-ALONE = {
+NOT_JOINED = {
     "DoRA": lambda: layer(use_dora=True),
     "dropout": lambda: layer(lora_dropout=0.1),
-    "a bias in B": lambda: layer(lora_bias=True),
+    "bias in B": lambda: layer(lora_bias=True),
     "no adapter": lambda: nn.Linear(INPUTS, 5),
 }
 
 
-@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("kind", NOT_JOINED)
 def test_layers_with_extra_operations_run_alone_and_the_others_jointly(kind, joint_counts):
-    odd, x = ALONE[kind](), torch.randn(3, INPUTS)
+    separate, x = NOT_JOINED[kind](), torch.randn(3, INPUTS)
     first, second = layer(), layer(use_rslora=True)
-    with computed_jointly(first, odd, second):
-        for each in (first, odd, second):
+    with computed_jointly(first, separate, second):
+        for tested_layer in (first, separate, second):
             torch.manual_seed(0)
-            result = each(x)
+            result = tested_layer(x)
             torch.manual_seed(0)
-            torch.testing.assert_close(result, each.__class__.forward(each, x))
+            torch.testing.assert_close(result, tested_layer.__class__.forward(tested_layer, x))
     assert joint_counts == [2]
 
 
 @pytest.mark.parametrize("state", ["disabled", "merged", "two adapters"])
 def test_disabled_and_switched_adapters_are_respected(state, joint_counts):
-    made, x = (
+    lora_layers, x = (
         [add_lora_adapters(nn.Linear(INPUTS, 5), "one", "two", seed=seed) for seed in (0, 1)],
         torch.randn(3, 2, INPUTS),
     )
-    for each in made:
+    for tested_layer in lora_layers:
         if state == "disabled":
-            each.enable_adapters(False)
+            tested_layer.enable_adapters(False)
         elif state == "merged":
-            each.merge()
+            tested_layer.merge()
         else:
-            each.set_adapter(["one", "two"])
-    expected = [each(x) for each in made]
-    with computed_jointly(*made):
-        result = [each(x) for each in made]
+            tested_layer.set_adapter(["one", "two"])
+    expected = [tested_layer(x) for tested_layer in lora_layers]
+    with computed_jointly(*lora_layers):
+        result = [tested_layer(x) for tested_layer in lora_layers]
     torch.testing.assert_close(result, expected)
     assert joint_counts == []
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def gradients(model, is_checkpointed=False):
@@ -219,7 +225,7 @@ def gradients(model, is_checkpointed=False):
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def attached(family, **options):
+def attach_adapter(family, **options):
     model = ADAPTERS["lora"](Options(**{"lora_rank": 4, **options}), ()).attach(tiny_model(family))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -228,22 +234,22 @@ def attached(family, **options):
     return model
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
 def test_adapted_model_gradients_match_peft(family, is_checkpointed, joint_counts):
-    model = attached(family)
+    model = attach_adapter(family)
     patch_forwards(model)
     ours = gradients(model, is_checkpointed)
     assert joint_counts == (
         [3, 2] * 2 + [3, 2] * 2 if is_checkpointed else [3, 2] * 2
-    )  # two layers; again when recomputed
-    plain = gradients(attached(family))
+    )  # two layers, computed again in the backward pass
+    plain = gradients(attach_adapter(family))
     for name, expected in plain.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=2e-6, msg=name)
 
 
 def test_query_and_value_projections_are_joined(joint_counts):
-    model = attached("llama", lora_target=["q_proj", "v_proj"])
+    model = attach_adapter("llama", lora_target=["q_proj", "v_proj"])
     patch_forwards(model)
     gradients(model)
     assert joint_counts == [2, 2]

@@ -1,4 +1,5 @@
-"""The feed-forward module of the last layer is computed only where the loss reads its result; the step is unchanged."""
+"""The feed-forward module of the last layer is computed only at positions that the loss uses; the result is
+unchanged."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,8 +40,8 @@ def rows_of(module: nn.Module) -> Iterator[list[int]]:
 
 def feed_forward(model: Any) -> nn.Module:
     decoder = model.get_decoder()
-    found: nn.Module = (decoder.h if hasattr(decoder, "h") else decoder.layers)[-1].mlp
-    return found
+    feed_forward_module: nn.Module = (decoder.h if hasattr(decoder, "h") else decoder.layers)[-1].mlp
+    return feed_forward_module
 
 
 def gradients(model: Any, head: Head, tokens: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,15 +60,15 @@ def test_hidden_states_and_gradients_match_the_whole_layer(family: str, is_fused
     head = head_of(model)
     tokens, positions = torch.randint(3, 97, (3, 17)), torch.tensor([2, 3, 4, 19, 33, 50])
     expected, plain = gradients(model, head, tokens, positions)
-    found = find_capabilities(model, padding_free=True, prefix_sharing=True, head_of=model)
-    assert found.head is not None
+    capabilities = find_capabilities(model, padding_free=True, prefix_sharing=True, head_of=model)
+    assert capabilities.head is not None
     with rows_of(feed_forward(model)) as counts:
-        hidden, some = gradients(model, found.head, tokens, positions)
-    assert set(counts) == {len(positions)} or is_fused  # a fused layer does not call its parts
+        hidden, limited = gradients(model, capabilities.head, tokens, positions)
+    assert set(counts) == {len(positions)} or is_fused  # a fused layer does not call its submodules
     torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
-    assert some.keys() == plain.keys()
+    assert limited.keys() == plain.keys()
     for name, gradient in plain.items():
-        torch.testing.assert_close(some[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(limited[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 def test_reward_model_computes_the_last_layer_at_scored_tokens() -> None:
@@ -79,9 +80,9 @@ def test_reward_model_computes_the_last_layer_at_scored_tokens() -> None:
     }  # fmt: skip
     expected = ScoringModel(model, nn.Sequential(scored, nn.Flatten(0)))(batch)
     with rows_of(feed_forward(model)) as counts:
-        found = ScoringModel(model, nn.Sequential(scored, nn.Flatten(0)), only=only)(batch)
+        result = ScoringModel(model, nn.Sequential(scored, nn.Flatten(0)), only=only)(batch)
     assert counts == [3]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_whole_layer_is_computed_outside_of_the_loss_and_without_positions() -> None:
@@ -115,10 +116,10 @@ def test_whole_layer_is_computed_under_gradient_checkpointing() -> None:
     _, plain = gradients(model, head, tokens, positions)
     checkpoint_activations(model, None)
     with rows_of(feed_forward(model)) as counts:
-        _, repeated = gradients(model, head, tokens, positions)
+        _, checkpointed = gradients(model, head, tokens, positions)
     assert counts == [9, 9]
     for name, gradient in plain.items():
-        torch.testing.assert_close(repeated[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
+        torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "opt", "bloom"])
@@ -129,12 +130,12 @@ def test_experts_and_unknown_layers_are_not_limited(family: str) -> None:
 
 
 def test_layer_whose_result_depends_on_other_tokens_is_not_limited() -> None:
-    class Mixed(nn.Module):
+    class TokenMixer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x - x.mean(1, keepdim=True)
 
     model = tiny("llama")
-    model.model.layers[-1].mlp = Mixed()
+    model.model.layers[-1].mlp = TokenMixer()
     assert find_last_layer(model) is None
     assert not patches_of(model)
 
@@ -142,11 +143,11 @@ def test_layer_whose_result_depends_on_other_tokens_is_not_limited() -> None:
 def test_last_layer_is_patched_once() -> None:
     model = tiny("llama")
     assert find_last_layer(model) is find_last_layer(model)
-    assert [done.why for done in patches_of(model)] == [LAST_LAYER]
+    assert [patch.why for patch in patches_of(model)] == [LAST_LAYER]
 
 
 def test_option_computes_the_whole_layer() -> None:
     model = tiny("llama")
-    found = find_capabilities(model, padding_free=True, prefix_sharing=False, head_of=model)
-    assert found.head is not None
-    assert LAST_LAYER not in [done.why for done in patches_of(model)]
+    capabilities = find_capabilities(model, padding_free=True, prefix_sharing=False, head_of=model)
+    assert capabilities.head is not None
+    assert LAST_LAYER not in [patch.why for patch in patches_of(model)]

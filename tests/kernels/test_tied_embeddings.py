@@ -21,7 +21,7 @@ VOCABULARY, WIDTH = 50, 8
 
 
 def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> list[Tensor]:
-    """Gradients of the weight and of what multiplies the rows that were looked up, of two steps added up."""
+    """Return the gradients of the weight and of a factor of the embeddings, accumulated over two steps."""
     random = torch.Generator().manual_seed(2)
     weight = torch.randn(VOCABULARY, WIDTH, generator=random).requires_grad_()
     scale = torch.randn(WIDTH, generator=random).requires_grad_()
@@ -42,8 +42,8 @@ def gradients(is_tied: bool, padding_id: int | None, uses_head: bool = True) -> 
 @pytest.mark.parametrize("uses_head", [True, False])
 def test_gradient_of_both_uses_matches_autograd(padding_id: int | None, uses_head: bool) -> None:
     ours, plain = (gradients(is_tied, padding_id, uses_head) for is_tied in (True, False))
-    for mine, defaults in zip(ours, plain, strict=True):
-        torch.testing.assert_close(mine, defaults, atol=1e-6, rtol=1e-6)
+    for actual, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -60,7 +60,7 @@ def test_model_gradients_match_plain_path_with_tied_or_untied_embedding(is_tied:
     assert result[0].keys() == result[1].keys() == dict(model.named_parameters()).keys()
     for name, plain in result[1].items():
         torch.testing.assert_close(result[0][name], plain, atol=1e-6, rtol=1e-5, msg=name)
-    assert [done.why for done in patches_of(model)].count(TIED) == int(is_tied)
+    assert [patch.why for patch in patches_of(model)].count(TIED) == int(is_tied)
 
 
 def test_modified_embedding_lookup_is_not_replaced() -> None:
@@ -71,25 +71,25 @@ def test_modified_embedding_lookup_is_not_replaced() -> None:
             return super().forward(ids) * 2
 
     assert is_plain_lookup(nn.Embedding(4, 2))
-    others = (nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, sparse=True), Scaled(4, 2), nn.Linear(4, 2))
-    assert not any(map(is_plain_lookup, others))
+    unsupported = (nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, sparse=True), Scaled(4, 2), nn.Linear(4, 2))
+    assert not any(map(is_plain_lookup, unsupported))
 
 
 def test_buffer_is_reused_only_after_its_last_tensor_is_freed() -> None:
     shape, cpu = (2**20, 3), torch.device("cpu")
     first, second = (buffer_pool.empty(shape, torch.float32, cpu) for _ in range(2))
-    places = {first.data_ptr(), second.data_ptr()}
-    assert len(places) == 2
+    pointers = {first.data_ptr(), second.data_ptr()}
+    assert len(pointers) == 2
     assert first.shape == shape
     assert first.is_contiguous()
     view = first.view(3, -1)[1]
-    where = first.data_ptr()
+    pointer = first.data_ptr()
     del first
     third = buffer_pool.empty(shape, torch.float32, cpu)
-    assert third.data_ptr() not in places  # a view still looks at the first one
+    assert third.data_ptr() not in pointers  # a view still uses the first buffer
     del view
     fourth = buffer_pool.empty(shape, torch.float32, cpu)
-    assert fourth.data_ptr() == where
+    assert fourth.data_ptr() == pointer
     assert torch.equal(
         buffer_pool.cast(fourth.fill_(1.5), torch.bfloat16), torch.full(shape, 1.5, dtype=torch.bfloat16)
     )
@@ -98,10 +98,10 @@ def test_buffer_is_reused_only_after_its_last_tensor_is_freed() -> None:
 @pytest.mark.run
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
 def test_forked_process_has_its_own_buffers() -> None:
-    mine = buffer_pool.empty((2**20, 2), torch.float32, torch.device("cpu")).fill_(1)
+    buffer = buffer_pool.empty((2**20, 2), torch.float32, torch.device("cpu")).fill_(1)
     child = os.fork()
     if child == 0:
-        mine.numpy()[:] = 2
+        buffer.numpy()[:] = 2
         os._exit(0)
     os.waitpid(child, 0)
-    assert bool((mine == 1).all())
+    assert bool((buffer == 1).all())

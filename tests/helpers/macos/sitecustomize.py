@@ -1,7 +1,7 @@
-"""Makes burnish believe that a process runs on macOS, if this folder is in PYTHONPATH.
+"""Let a process run as on macOS, if this folder is in PYTHONPATH.
 
-Functions that Python has on Linux only are removed, /proc and /sys cannot be read, new processes are spawned, and
-burnish's modules read ``sys.platform`` as "darwin". Libraries still see Linux, for which they are installed.
+Functions that only Linux has are removed, /proc and /sys cannot be read, new processes are spawned, and burnish's
+modules see ``sys.platform`` as "darwin". Libraries are installed for Linux and still see it.
 """
 
 import builtins
@@ -27,11 +27,11 @@ multiprocessing.set_start_method("spawn")
 
 
 def _hide_linux_files(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(("/proc/", "/sys/")) and _is_for_burnish():
+    if event == "open" and str(arguments[0]).startswith(("/proc/", "/sys/")) and _is_called_by_burnish():
         raise FileNotFoundError(2, "No such file or directory", arguments[0])
 
 
-def _is_for_burnish():
+def _is_called_by_burnish():
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("pathlib", "io", "codecs"):
         frame = frame.f_back
@@ -42,7 +42,7 @@ sys.addaudithook(_hide_linux_files)
 
 
 class _MacSystem:
-    """The module ``sys`` as burnish's modules see it."""
+    """The module ``sys`` as seen by burnish's modules."""
 
     platform = "darwin"
 
