@@ -69,6 +69,7 @@ def test_server_answers_and_stops() -> None:
     assert process.ended() == 128 + 15
 
 
+@pytest.mark.run
 def test_process_of_a_run_is_identified_and_stopped() -> None:
     printed = _python(
         "-c",
