@@ -1,7 +1,7 @@
 """A training step on a device reads nothing back and does not mix device and CPU tensors.
 
-torch's meta device stands in for a GPU. It has shapes and no values, so what would make the CPU wait for a GPU fails
-here, and so does a product of tensors on two devices. The sums of a step are not looked at: other tests do that.
+torch's meta device stands in for a GPU. Its tensors have shapes but no values, so operations that would make the CPU
+wait for a GPU fail here, as does a product of tensors on two devices. Other tests check the values.
 """
 
 from contextlib import nullcontext
@@ -21,8 +21,8 @@ from small_run import make_workspace
 pytestmark = pytest.mark.run
 
 
-class Valueless(SingleProcess):
-    """Steps as a GPU does with an optimizer that leaves the weights alone where a gradient is not finite."""
+class MetaParallel(SingleProcess):
+    """Backend on the meta device that steps without reading ``is_finite``, like a fused optimizer on a GPU."""
 
     def __init__(self, options):
         super().__init__(options)
@@ -36,7 +36,7 @@ class Valueless(SingleProcess):
 
 @pytest.fixture(autouse=True)
 def meta_as_gpu(monkeypatch):
-    """torch knows of no autocast there; the model is all in bfloat16 instead."""
+    """Let the meta device stand in for a GPU. torch has no autocast for it, so the model is entirely in bfloat16."""
     defaults, is_enabled = torch.autocast, torch.is_autocast_enabled
 
     class Autocast(defaults):
@@ -48,14 +48,14 @@ def meta_as_gpu(monkeypatch):
     monkeypatch.setattr(attention, "_WITH_KERNELS", {"meta"})
 
 
-def on_meta(folder, **overrides):
-    """A run as a user asks for it, with everything that is on its device moved to one without values."""
+def make_meta_run(folder, **overrides):
+    """Return a run whose model, backend and optimizer are on the meta device."""
     options = make_workspace(folder, **{"pure_bf16": True, **overrides})
     planned = plan({name: RawValue(value, "test") for name, value in options.items()})
     prepared = prepare(planned)
     run = build_loop(planned, prepared, SingleProcess(planned.options), None)
     run.model.to("meta")
-    run.parallel, run.meter = Valueless(planned.options), Meter(torch.device("meta"))
+    run.parallel, run.meter = MetaParallel(planned.options), Meter(torch.device("meta"))
     run.optimizer = torch.optim.SGD([weight for weight in run.model.parameters() if weight.requires_grad], lr=0.1)
     run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
     run.model.train()
@@ -81,7 +81,7 @@ def on_meta(folder, **overrides):
     ids=lambda options: " ".join(options) or "full",
 )
 def test_step_does_not_synchronize_with_device(tmp_path, options):
-    run, _ = on_meta(tmp_path, **options)
+    run, _ = make_meta_run(tmp_path, **options)
     for group, _ in zip(run.loader.step_batches(), range(2), strict=False):
         run.step(group)
         assert all(weight.device.type == "meta" for weight in run.model.parameters())
@@ -89,14 +89,14 @@ def test_step_does_not_synchronize_with_device(tmp_path, options):
 
 
 def test_logging_synchronizes_with_device(tmp_path):
-    run, _ = on_meta(tmp_path)
+    run, _ = make_meta_run(tmp_path)
     run.step(next(iter(run.loader.step_batches())))
     with pytest.raises(RuntimeError, match="meta"):
         run.log()
 
 
 def test_evaluation_does_not_synchronize_before_metrics(tmp_path, monkeypatch):
-    run, _ = on_meta(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=1)
+    run, _ = make_meta_run(tmp_path, val_size=0.25, eval_strategy="steps", eval_steps=1)
     batches, recorded = run.eval_sets[""], []
     monkeypatch.setattr(run.callbacks, "fire", lambda event, **values: recorded.append(event))
     with pytest.raises(RuntimeError, match="meta"):
@@ -106,6 +106,6 @@ def test_evaluation_does_not_synchronize_before_metrics(tmp_path, monkeypatch):
 
 def test_sequence_lengths_are_read_without_a_kernel(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "_WITH_KERNELS", set())
-    run, _ = on_meta(tmp_path)
+    run, _ = make_meta_run(tmp_path)
     with pytest.raises(RuntimeError, match="meta"):
         run.step(next(iter(run.loader.step_batches())))

@@ -21,7 +21,7 @@ def arguments(**changes):
 
 
 def evaluations_until_stop(callback, values, args, name="eval_loss"):
-    """The number of evaluations of a run; the best is remembered after the callback has seen each, as in the loop."""
+    """Return the number of evaluations until the stop. The best metric is updated after each callback, as in the loop."""
     state, control = TrainerState(), TrainerControl()
     callback.on_train_begin(args, state, control)
     for number, value in enumerate(values, 1):
@@ -36,14 +36,14 @@ def evaluations_until_stop(callback, values, args, name="eval_loss"):
 @pytest.mark.parametrize("higher", [False, True])
 @pytest.mark.parametrize(("patience", "threshold"), [(1, 0.0), (3, 0.0), (2, 0.05)])
 def test_early_stopping_stops_at_the_same_step_as_transformers(patience, threshold, higher):
-    from transformers import EarlyStoppingCallback as Theirs
+    from transformers import EarlyStoppingCallback as TransformersCallback
 
     args = arguments(greater_is_better=higher)
     for seed in range(30):
         draw = random.Random(seed)
         values = [draw.uniform(0, 1) / (1 if higher else number) for number in range(1, 15)]
         ours = evaluations_until_stop(EarlyStoppingCallback(patience, threshold), values, args)
-        assert ours == evaluations_until_stop(Theirs(patience, threshold), values, args)
+        assert ours == evaluations_until_stop(TransformersCallback(patience, threshold), values, args)
 
 
 def test_early_stopping_uses_the_given_patience():

@@ -15,11 +15,11 @@ def handler(*callbacks):
 def test_event_passes_parts_of_the_run_by_keyword():
     recorded = {}
 
-    class Watch(TrainerCallback):
+    class LogRecorder(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             recorded.update(kwargs, logs=logs)
 
-    handler(Watch()).fire("on_log", logs={"loss": 1})
+    handler(LogRecorder()).fire("on_log", logs={"loss": 1})
     assert recorded == {"model": "the model", "logs": {"loss": 1}}
 
 
@@ -48,11 +48,11 @@ def test_transformers_callbacks_run_unchanged():
 
     events = []
 
-    class Theirs(TheirCallback):
+    class EpochRecorder(TheirCallback):
         def on_epoch_begin(self, args, state, control, **kwargs):
             events.append(state.global_step)
 
-    h = handler(Theirs(), EarlyStoppingCallback(2))
+    h = handler(EpochRecorder(), EarlyStoppingCallback(2))
     h.fire("on_epoch_begin")
     assert events == [0]
 

@@ -11,7 +11,7 @@ from regression_run import Regression, make_run, rows, same, weights
 
 
 class Recorder(TrainerCallback):
-    """Every event, as it comes."""
+    """Records the events in order."""
 
     def __init__(self):
         self.events = []
@@ -105,14 +105,14 @@ def test_evaluation_does_not_change_weights(tmp_path):
 
 
 def test_non_finite_step_is_not_applied_and_stops_the_run(tmp_path):
-    class Spoil(TrainerCallback):
+    class SpoilGradient(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 3:
                 self.before = weights(run)
                 model.net[0].bias.data[0] = math.nan
                 self.spoiled = weights(run)
 
-    spoil = Spoil()
+    spoil = SpoilGradient()
     run, _ = make_run(tmp_path, [spoil])
     with pytest.raises(NonFiniteError, match="step 4"):
         run.train()
@@ -121,7 +121,7 @@ def test_non_finite_step_is_not_applied_and_stops_the_run(tmp_path):
 
 
 def test_non_finite_step_can_be_skipped_and_is_not_logged(tmp_path):
-    class Spoil(TrainerCallback):
+    class SpoilGradient(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             bias = model.net[3].bias.data
             if state.global_step == 3:
@@ -132,7 +132,7 @@ def test_non_finite_step_can_be_skipped_and_is_not_logged(tmp_path):
             if state.global_step == 4:
                 model.net[3].bias.data.copy_(self.kept)
 
-    run, _ = make_run(tmp_path, [Spoil()], on_non_finite="skip", logging_steps=4, max_steps=8)
+    run, _ = make_run(tmp_path, [SpoilGradient()], on_non_finite="skip", logging_steps=4, max_steps=8)
     run.train()
     assert all(math.isfinite(e["loss"]) for e in run.state.log_history if "loss" in e)
     assert [e.get("skipped_steps") for e in run.state.log_history if "loss" in e] == [1, None]

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.run
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 
 
-class Counted(TorchDispatchMode):
-    """Numbers that are read from a tensor, one by one or as a list."""
+class ReadCounter(TorchDispatchMode):
+    """Counts reads of tensor values, single or as a list."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -26,7 +26,7 @@ class Counted(TorchDispatchMode):
         as_list = torch.Tensor.tolist
 
         def tolist(tensor):
-            self.reads += tensor.is_floating_point()  # the order of the rows, whole numbers, is drawn on the CPU
+            self.reads += tensor.is_floating_point()  # the row order, a list of integers, is drawn on the CPU
             return as_list(tensor)
 
         monkeypatch.setattr(torch.Tensor, "tolist", tolist)
@@ -37,7 +37,7 @@ class Counted(TorchDispatchMode):
 
 
 class DeviceParallel(SingleProcess):
-    """Clips and steps as on a GPU, where nothing of either is read; counts sums over ranks."""
+    """Clips and steps as on a GPU, without reading a value; counts sums over ranks."""
 
     num_sums = 0
 
@@ -57,10 +57,10 @@ class DeviceParallel(SingleProcess):
 
 
 def costs(tmp_path, monkeypatch, **overrides):
-    """Reads and sums over ranks of twelve steps."""
+    """Return a function that runs twelve steps and returns the numbers of reads and of sums over ranks."""
     run, options = make_run(tmp_path, max_steps=12, save_strategy="no", **overrides)
     run.parallel = DeviceParallel(options)
-    with Counted(monkeypatch) as counted:
+    with ReadCounter(monkeypatch) as counted:
         run.train()
     return counted.reads, run.parallel.num_sums
 
@@ -73,12 +73,12 @@ def test_log_costs_one_device_read_and_step_none(tmp_path, monkeypatch, every):
 
 def test_disabled_logging_costs_no_reads_or_sums(tmp_path, monkeypatch):
     reads, sums = costs(tmp_path, monkeypatch, logging_strategy="no")
-    assert reads == 1  # the summary's
+    assert reads == 1  # that of the summary
     assert sums == 12 + 1  # the weight of each step, and the summary
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that new tensors held at one time."""
+class PeakBytes(TorchDispatchMode):
+    """Measures the peak number of bytes of new tensors."""
 
     def __init__(self):
         super().__init__()
@@ -86,12 +86,12 @@ class Live(TorchDispatchMode):
         self.known = weakref.WeakSet()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(made):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in old:
                 self.add(leaf.untyped_storage().nbytes(), leaf)
-        return made
+        return result
 
     def add(self, size, tensor):
         self.bytes += size
@@ -102,8 +102,8 @@ class Live(TorchDispatchMode):
         self.bytes -= size
 
 
-class Wide(Objective):
-    """A loss over many classes, of which nobody asked for the logits."""
+class WideObjective(Objective):
+    """A loss over many classes that does not return logits."""
 
     def collate(self, rows):
         return {"input_ids": torch.stack([row[0] for row in rows]), "labels": torch.stack([row[1] for row in rows])}
@@ -120,10 +120,10 @@ def test_evaluation_peak_memory_is_at_most_that_of_a_training_step(tmp_path):
     run, _ = make_run(
         tmp_path, model=model, eval_rows=40, max_steps=2, save_strategy="no", per_device_eval_batch_size=2
     )
-    run.objective = Wide()
-    with Live() as training:
+    run.objective = WideObjective()
+    with PeakBytes() as training:
         run.train()
-    with Live() as evaluation:
+    with PeakBytes() as evaluation:
         run.evaluate_set(run.eval_sets[""], "eval")
     assert 2 * 4096 * 4 <= evaluation.peak < training.peak
     assert evaluation.peak < 4 * 2 * 4096 * 4  # one batch's logits and what is made of them, however many batches

@@ -18,7 +18,7 @@ from training_step import Options, fit_objective, gradients, rows, split_rows
 
 
 def reference(model, all_rows):
-    """The same step by transformers: one row at a time, its own loss, times its tokens."""
+    """Return loss and gradients of the same step with transformers: one row at a time, its loss times its tokens."""
     model.zero_grad()
     counts = [sum(label != IGNORE_INDEX for label in row["labels"][1:]) for row in all_rows]
     losses = []
@@ -29,13 +29,13 @@ def reference(model, all_rows):
     return torch.stack(losses).sum().detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def same(mine, other, tolerance=1e-6):
-    assert abs(mine[0] - other[0]) < tolerance * max(1, other[0])
-    assert mine[1].keys() == other[1].keys()
-    assert max((mine[1][name] - other[1][name]).abs().max() for name in other[1]) < tolerance
+def assert_same(result, expected, tolerance=1e-6):
+    assert abs(result[0] - expected[0]) < tolerance * max(1, expected[0])
+    assert result[1].keys() == expected[1].keys()
+    assert max((result[1][name] - expected[1][name]).abs().max() for name in expected[1]) < tolerance
 
 
-# --- a step is a step -------------------------------------------------------------------------------------------------
+# --- steps -------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "flat": {},
@@ -53,7 +53,7 @@ LAYOUTS = {
 def test_step_does_not_depend_on_micro_batching_and_layout(family, size, layout):
     all_rows = rows()
     expected = reference(tiny(family), all_rows)
-    same(gradients(tiny(family), split_rows(all_rows, size), **layout), expected)
+    assert_same(gradients(tiny(family), split_rows(all_rows, size), **layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])
@@ -61,23 +61,23 @@ def test_packed_step_equals_step_of_its_rows(layout):
     all_rows = rows()
     packs = pack(all_rows, 40)
     assert 1 < len(packs) < len(all_rows)
-    same(gradients(tiny(), split_rows(packs, 2), **LAYOUTS[layout]), reference(tiny(), all_rows))
+    assert_same(gradients(tiny(), split_rows(packs, 2), **LAYOUTS[layout]), reference(tiny(), all_rows))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral", "cohere", "bloom", "opt", "stablelm", "falcon"])
 def test_other_families_take_the_same_step(family):
     all_rows = rows(4)
-    same(gradients(tiny(family), split_rows(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
+    assert_same(gradients(tiny(family), split_rows(all_rows, 2)), reference(tiny(family), all_rows), 5e-6)
 
 
 def test_token_weights_scale_loss_and_count_in_the_mean():
     all_rows = rows(weights=True)
     flat = gradients(tiny(), split_rows(all_rows, 4))
-    same(flat, gradients(tiny(), split_rows(all_rows, 1), padding_free=False, fused_loss=False))
+    assert_same(flat, gradients(tiny(), split_rows(all_rows, 1), padding_free=False, fused_loss=False))
     doubled = [{**row, "loss_weights": [2 * weight for weight in row["loss_weights"]]} for row in all_rows]
-    same(flat, gradients(tiny(), split_rows(doubled, 4)))
+    assert_same(flat, gradients(tiny(), split_rows(doubled, 4)))
     silent = [{**row, "loss_weights": [0.0] * len(row["input_ids"])} for row in all_rows[:4]]
-    same(gradients(tiny(), [silent, all_rows[4:]]), gradients(tiny(), [all_rows[4:]]))
+    assert_same(gradients(tiny(), [silent, all_rows[4:]]), gradients(tiny(), [all_rows[4:]]))
 
 
 def test_bfloat16_step_is_equal_up_to_rounding():
@@ -117,7 +117,7 @@ def test_training_computes_only_logits_of_one_chunk():
     assert learned < batch["input_ids"].numel() * 0.6
 
 
-# --- the ways to the loss ---------------------------------------------------------------------------------------------
+# --- loss implementations ---------------------------------------------------------------------------------------------
 
 
 def test_non_linear_head_computes_full_logits_and_is_reported():
@@ -127,11 +127,11 @@ def test_non_linear_head_computes_full_logits_and_is_reported():
     assert "not a plain linear layer" in objective.notes[0]
     expected = reference(tiny(), all_rows := rows(4))
     mine = gradients(model, split_rows(all_rows, 2))
-    same((mine[0], {name.replace("head.0", "head"): grad for name, grad in mine[1].items()}), expected)
+    assert_same((mine[0], {name.replace("head.0", "head"): grad for name, grad in mine[1].items()}), expected)
 
 
-class Prompted(torch.nn.Module):
-    """A learned prompt of three tokens before each row, as in peft's prompt tuning."""
+class PromptTuned(torch.nn.Module):
+    """Puts a trainable prompt of three tokens before each row, like peft's prompt tuning."""
 
     def __init__(self, model):
         super().__init__()
@@ -148,9 +148,9 @@ class Prompted(torch.nn.Module):
 
 def test_learned_prompt_does_not_shift_positions():
     all_rows = rows(4)
-    whole = gradients(model := Prompted(tiny()), [all_rows])
+    whole = gradients(model := PromptTuned(tiny()), [all_rows])
     assert whole[1].keys() == {"prompt"}
-    same(whole, gradients(model, split_rows(all_rows, 1)))
+    assert_same(whole, gradients(model, split_rows(all_rows, 1)))
     ids, labels = (torch.tensor([all_rows[0][name]]) for name in ("input_ids", "labels"))
     logits = model(ids, use_cache=False).logits[:, 3:]
     alone = model.model.loss_function(logits, labels, 97)
@@ -182,7 +182,7 @@ def test_accuracy_and_entropy_are_summed_on_request():
         sums, weight = objective.loss(module, batch).sums, objective.num_items(batch)
         assert set(sums) == {"accuracy", "entropy"}
         assert 0 <= sums["accuracy"] <= weight
-        # Random weights know next to nothing: log 97 is 4.57.
+        # The entropy of random weights is close to that of a uniform distribution, log 97 = 4.57.
         assert 4.5 < sums["entropy"] / weight < 4.58
     assert fit_objective(tiny())[1](batch).sums == {}
 
@@ -209,7 +209,7 @@ def test_router_loss_is_rejected_without_a_router():
 
 
 def test_router_loss_without_gradient_is_rejected():
-    """Reentrant checkpointing: the router's answers that reach the loss were made without a graph."""
+    """With reentrant checkpointing, the router logits that the loss gets have no graph."""
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(UserError, match="auxiliary loss would have no gradient"):
         fit_objective(tiny("mixtral"), **reentrant)
@@ -221,7 +221,7 @@ def test_router_loss_without_gradient_is_rejected():
 
 
 def noise_of(module, batch):
-    """Noise that is added to the embeddings of a batch."""
+    """Return the noise that is added to the embeddings of a batch."""
     recorded = []
     embedding = module.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda layer, inputs, output: recorded.append((layer, inputs[0], output)))

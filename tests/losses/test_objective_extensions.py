@@ -1,5 +1,5 @@
-"""Objectives beyond a loss: inspect a step, form groups, count metrics, train own modules, take images. Each runs
-through the loop.
+"""Objectives that do more than compute a loss: prepare a step, run rollouts, return metrics, train custom modules, take
+images. Each runs in the training loop.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ def trained(folder, objective, **options):
     return run, output
 
 
-class Centred(RegressionObjective):
-    """Errors are measured from half their mean over the whole step, which no micro-batch knows by itself."""
+class CenteredObjective(RegressionObjective):
+    """Subtracts half the mean error of the step from each error; a single micro-batch does not have that mean."""
 
     def prepare_step(self, module, batches, engine):
         with evaluating(module):
@@ -37,16 +37,16 @@ class Centred(RegressionObjective):
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 1), (2, 2), (1, 4)])
 def test_step_mean_does_not_depend_on_micro_batching(tmp_path, batch_size, accumulation):
     options = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
-    run, _ = trained(tmp_path / "cut", Centred(), **options)
-    whole, _ = trained(tmp_path / "whole", Centred(), per_device_train_batch_size=4, max_steps=4)
+    run, _ = trained(tmp_path / "cut", CenteredObjective(), **options)
+    whole, _ = trained(tmp_path / "whole", CenteredObjective(), per_device_train_batch_size=4, max_steps=4)
     other, _ = trained(tmp_path / "plain", RegressionObjective(), per_device_train_batch_size=4, max_steps=4)
     for name, weight in weights(whole).items():
         assert torch.allclose(weight, weights(run)[name], atol=1e-6)
     assert not same(weights(whole), weights(other))
 
 
-class Twice(RegressionObjective):
-    """Draws labels around those of each step batch, and trains on them two times, as a rollout does with responses."""
+class TwiceTrained(RegressionObjective):
+    """Rollout that samples labels around those of a step batch and trains on them twice."""
 
     inner_steps = 2
 
@@ -58,23 +58,23 @@ class Twice(RegressionObjective):
 
 
 def test_step_batch_split_in_two_gives_two_steps_and_advances_loader_once(tmp_path):
-    places = []
+    positions = []
 
-    class Seen(Twice):
+    class PositionRecorder(TwiceTrained):
         def loss(self, model, batch):
-            places.append(run.loader.state_dict()["position"])
+            positions.append(run.loader.state_dict()["position"])
             return super().loss(model, batch)
 
-    run, _ = make_run(tmp_path, objective=Seen(), num_rows=8, max_steps=6, dropout=0.0)
+    run, _ = make_run(tmp_path, objective=PositionRecorder(), num_rows=8, max_steps=6, dropout=0.0)
     run.train()
     assert run.state.global_step == 6
-    assert places == sorted(places)
-    assert [places.count(place) for place in dict.fromkeys(places)] == [2, 2, 2]
+    assert positions == sorted(positions)
+    assert [positions.count(position) for position in dict.fromkeys(positions)] == [2, 2, 2]
 
 
 def test_planned_steps_include_inner_steps(tmp_path):
     once, _ = make_run(tmp_path / "once", num_rows=8, num_train_epochs=3)
-    twice, _ = make_run(tmp_path / "twice", objective=Twice(), num_rows=8, num_train_epochs=3)
+    twice, _ = make_run(tmp_path / "twice", objective=TwiceTrained(), num_rows=8, num_train_epochs=3)
     assert (once.state.max_steps, twice.state.max_steps) == (12, 24)
     twice.train()
     assert twice.loader.state_dict() == {"epoch": 3, "position": 0, "is_in_epoch": False}
@@ -83,11 +83,11 @@ def test_planned_steps_include_inner_steps(tmp_path):
 @pytest.mark.parametrize("step", [3, 4])
 def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step):
     options = {"num_rows": 8, "num_train_epochs": 2, "dropout": 0.1, "save_strategy": "no"}
-    whole, _ = make_run(tmp_path / "whole", objective=Twice(), **options)
+    whole, _ = make_run(tmp_path / "whole", objective=TwiceTrained(), **options)
     whole.train()
-    stopped, _ = make_run(tmp_path / "cut", [regression_run.StopAt(step)], objective=Twice(), **options)
+    stopped, _ = make_run(tmp_path / "cut", [regression_run.StopAt(step)], objective=TwiceTrained(), **options)
     stopped.train()
-    again, _ = make_run(tmp_path / "cut", objective=Twice(), **options)
+    again, _ = make_run(tmp_path / "cut", objective=TwiceTrained(), **options)
     again.load(tmp_path / "cut" / f"checkpoint-{step}")
     assert len(list(again.rollout_buffer.remaining())) == step % 2
     again.train()
@@ -96,16 +96,16 @@ def test_run_stopped_inside_a_rollout_continues_with_its_samples(tmp_path, step)
 
 
 def test_rollout_cannot_resume_with_another_number_of_processes(tmp_path):
-    stopped, _ = make_run(tmp_path, [regression_run.StopAt(3)], objective=Twice(), num_rows=8)
+    stopped, _ = make_run(tmp_path, [regression_run.StopAt(3)], objective=TwiceTrained(), num_rows=8)
     stopped.train()
-    again, _ = make_run(tmp_path, objective=Twice(), num_rows=8)
+    again, _ = make_run(tmp_path, objective=TwiceTrained(), num_rows=8)
     again.rollout_buffer.world_size = 2
     with pytest.raises(UserError, match="saved in the middle of a rollout by 1 processes"):
         again.load(tmp_path / "checkpoint-3")
 
 
-class Counting(RegressionObjective):
-    """Metrics with counts of their own: over rows whose label is positive, and the ends of all errors."""
+class MetricsObjective(RegressionObjective):
+    """Returns metrics with separate counts: over rows with a positive label, and the minimum and maximum error."""
 
     def loss(self, model, batch):
         error = model(batch["input_ids"]) - batch["labels"]
@@ -123,7 +123,7 @@ class Counting(RegressionObjective):
 
 def test_metrics_use_their_own_counts_or_are_not_averaged(tmp_path):
     run, _ = make_run(tmp_path, dropout=0.0, eval_rows=7, per_device_eval_batch_size=3)
-    run.objective = Counting()
+    run.objective = MetricsObjective()
     with evaluating(run.model):
         rows = regression_run.rows(7, seed=9)
         labels = torch.stack([label for _, label in rows])
@@ -138,7 +138,7 @@ def test_metrics_use_their_own_counts_or_are_not_averaged(tmp_path):
 
 
 def test_logged_metrics_cover_all_micro_batches_since_last_log(tmp_path):
-    run, _ = trained(tmp_path, Counting(), logging_steps=4, max_steps=4, gradient_accumulation_steps=2)
+    run, _ = trained(tmp_path, MetricsObjective(), logging_steps=4, max_steps=4, gradient_accumulation_steps=2)
     logged = next(entry for entry in run.state.log_history if "loss" in entry)
     assert logged["smallest"] < logged["latest"] < logged["largest"]
     assert logged["positive_error"] > 0
@@ -153,14 +153,14 @@ def test_metric_without_counts_is_omitted(tmp_path):
 
 
 def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
-    whole, _ = trained(tmp_path / "a", Counting(), logging_steps=4, max_steps=4)
+    whole, _ = trained(tmp_path / "a", MetricsObjective(), logging_steps=4, max_steps=4)
     cut, _ = make_run(
-        tmp_path / "b", [regression_run.StopAt(2)], objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4
+        tmp_path / "b", [regression_run.StopAt(2)], objective=MetricsObjective(), dropout=0.0, logging_steps=4, max_steps=4
     )
     cut.train()
     from burnish.checkpoint.checkpoint import load
 
-    again, _ = make_run(tmp_path / "b", objective=Counting(), dropout=0.0, logging_steps=4, max_steps=4)
+    again, _ = make_run(tmp_path / "b", objective=MetricsObjective(), dropout=0.0, logging_steps=4, max_steps=4)
     load(tmp_path / "b" / "checkpoint-2", again.parts)
     again.train()
     logs = [next(e for e in run.state.log_history if "loss" in e and e["step"] == 4) for run in (whole, again)]
@@ -168,7 +168,7 @@ def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
 
 
 class WithHead(nn.Module):
-    """A model and a head of the objective's own."""
+    """A model with an additional head that belongs to the objective."""
 
     def __init__(self, model):
         super().__init__()
@@ -181,25 +181,25 @@ class WithHead(nn.Module):
 def test_objective_module_is_trained_saved_and_loaded(tmp_path):
     from burnish.checkpoint.checkpoint import load
 
-    class Headed(RegressionObjective):
+    class HeadObjective(RegressionObjective):
         def module(self, model):
             return WithHead(model)
 
     torch.manual_seed(0)
-    run, _ = make_run(tmp_path, [regression_run.StopAt(3)], model=Headed().module(Regression(0.0)))
+    run, _ = make_run(tmp_path, [regression_run.StopAt(3)], model=HeadObjective().module(Regression(0.0)))
     before = weights(run)
     run.train()
     assert not torch.equal(before["head.weight"], weights(run)["head.weight"])
-    again, _ = make_run(tmp_path, model=Headed().module(Regression(0.0)))
+    again, _ = make_run(tmp_path, model=HeadObjective().module(Regression(0.0)))
     load(tmp_path / "checkpoint-3", again.parts)
     assert same(weights(run), weights(again))
 
 
-class WithImages(RegressionObjective):
-    """A row is (inputs, label, image); an image is a tensor of as many patches (patches, 4) as it has."""
+class ImageObjective(RegressionObjective):
+    """A row is (inputs, label, image); an image is a tensor of patches of shape (num_patches, 4)."""
 
     def encode(self, rows, messages):
-        """The rows, each with the image of its message, whose name is its number."""
+        """Return the rows with their images. The value of an image part is the image's number."""
         numbers = [int(part.value) for message in messages for part in message.content if part.kind == "image"]
         images = [torch.full((1 + number % 3, 4), number / 22) for number in numbers]
         return [(*row, image) for row, image in zip(rows, images, strict=True)]
@@ -222,11 +222,11 @@ def test_row_may_hold_tensors_made_from_message_parts(tmp_path, batch_size, accu
     messages = [
         Message("user", (ContentPart("text", "How many?"), ContentPart("image", str(number)))) for number in range(22)
     ]
-    with_images = WithImages().encode(regression_run.rows(), messages)
+    with_images = ImageObjective().encode(regression_run.rows(), messages)
     summed = [(inputs + image.mean(0), label) for inputs, label, image in with_images]
     result = []
     for items, objective, cut in (
-        (with_images, WithImages(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
+        (with_images, ImageObjective(), (batch_size, accumulation)), (summed, RegressionObjective(), (4, 1))
     ):  # fmt: skip
         run, options = make_run(tmp_path, dropout=0.0, max_steps=4)
         run.objective = objective

@@ -25,7 +25,7 @@ from burnish.losses.preference_losses import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preference.json"
-PRINTED = 2e-5  # the numbers have eight digits, and were made in float32
+TOLERANCE = 2e-5  # tolerance: the golden numbers have eight digits and were computed in float32
 
 
 def golden():
@@ -42,29 +42,29 @@ def cases(*path):
     return result or []
 
 
-def side(name, ld_alpha=None, reference_too=True):
-    """One answer of the golden pairs: sums over tokens, of which ``ld_alpha`` counts those beyond the shorter one."""
+def side(name, ld_alpha=None, weights_reference=True):
+    """Return one side of the golden pairs: sums over tokens, with weight ``ld_alpha`` after the shorter response's end."""
 
-    def total(pair, who):
-        logps, shorter = pair[f"{who}_{name}"], min(len(pair["policy_chosen"]), len(pair["policy_rejected"]))
-        alpha = 1.0 if ld_alpha is None or (who == "reference" and not reference_too) else ld_alpha
+    def total(pair, model_name):
+        logps, shorter = pair[f"{model_name}_{name}"], min(len(pair["policy_chosen"]), len(pair["policy_rejected"]))
+        alpha = 1.0 if ld_alpha is None or (model_name == "reference" and not weights_reference) else ld_alpha
         return sum(logps[:shorter]) + alpha * sum(logps[shorter:])
 
     pairs = NUMBERS["pairs"]
-    sums = (tensor([total(pair, who) for pair in pairs], dtype=torch.float64) for who in ("policy", "reference"))
+    sums = (tensor([total(pair, model_name) for pair in pairs], dtype=torch.float64) for model_name in ("policy", "reference"))
     return Side(*sums, tensor([float(len(pair[f"policy_{name}"])) for pair in pairs], dtype=torch.float64))
 
 
-def pairs_of(ld_alpha=None, reference_too=True):
-    return Pairs(side("chosen", ld_alpha, reference_too), side("rejected", ld_alpha, reference_too))
+def pairs_of(ld_alpha=None, weights_reference=True):
+    return Pairs(side("chosen", ld_alpha, weights_reference), side("rejected", ld_alpha, weights_reference))
 
 
-def named(settings):
+def case_id(settings):
     settings = {key: value for key, value in settings.items() if value is not None}
     return "-".join(str(value) for value in settings.values())[:60]
 
 
-@pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: named(case["settings"]))
+@pytest.mark.parametrize("case", cases("trl", "dpo"), ids=lambda case: case_id(case["settings"]))
 def test_pair_losses_match_trl(case):
     requested = case["settings"]
     pairs = pairs_of(requested["ld_alpha"])
@@ -79,13 +79,13 @@ def test_pair_losses_match_trl(case):
     )
     if requested["use_weighting"]:
         losses = losses * wpo_weights(pairs.chosen.mean + 0.3, pairs.rejected.mean + 0.3)
-    assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
+    assert losses.mean().item() == pytest.approx(case["loss"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: named(case["settings"]))
+@pytest.mark.parametrize("case", cases("llamafactory", "dpo"), ids=lambda case: case_id(case["settings"]))
 def test_pair_losses_match_llamafactory(case):
     requested = case["settings"]
-    # It weighs the tokens beyond the shorter answer under the policy alone; burnish under both.
+    # It weights the tokens beyond the shorter response only under the policy; burnish under both models.
     pairs = pairs_of(requested.get("ld_alpha"), reference_too=False)
     shape = LossConstants(requested["pref_beta"], requested["dpo_label_smoothing"], requested["simpo_gamma"])
     losses = PAIR_LOSSES[requested["pref_loss"]].of(pairs, shape)
@@ -93,8 +93,8 @@ def test_pair_losses_match_llamafactory(case):
         rewards = shape.beta * torch.cat([pairs.chosen.ratio, pairs.rejected.ratio])
         losses = (losses + weight * bco(pairs, shape, rewards.mean())) / (1 + weight)
     losses = losses - requested["pref_ftx"] * pairs.chosen.mean
-    assert losses.tolist() == pytest.approx(case["losses"], rel=PRINTED)
-    assert losses.mean().item() == pytest.approx(case["loss"], rel=PRINTED)
+    assert losses.tolist() == pytest.approx(case["losses"], rel=TOLERANCE)
+    assert losses.mean().item() == pytest.approx(case["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", cases("llamafactory", "not_to_match"), ids=lambda case: case["settings"]["pref_loss"])
@@ -104,41 +104,41 @@ def test_mislabelled_llamafactory_losses_differ(case):
     assert not torch.allclose(losses, tensor(case["losses"], dtype=torch.float64), rtol=1e-2)
 
 
-@pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: named(case["settings"]))
+@pytest.mark.parametrize("case", cases("trl", "cpo"), ids=lambda case: case_id(case["settings"]))
 def test_losses_without_reference_match_trl(case):
     requested = case["settings"]
     name = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo": "simpo"}[requested["loss_type"]]
     shape = LossConstants(
         requested["beta"], requested["label_smoothing"], requested["simpo_gamma"], alphapo=requested["alpha"]
     )
-    assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=PRINTED)
+    assert PAIR_LOSSES[name].of(pairs_of(), shape).tolist() == pytest.approx(case["losses"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", cases("trl", "orpo"), ids=lambda case: named(case["settings"]))
+@pytest.mark.parametrize("case", cases("trl", "orpo"), ids=lambda case: case_id(case["settings"]))
 def test_odds_ratio_matches_trl(case):
     pairs, beta = pairs_of(), case["settings"]["beta"]
-    assert (beta * odds_ratio_loss(pairs)).tolist() == pytest.approx(case["ratio_term"], rel=PRINTED)
-    assert log_odds(pairs).mean().item() == pytest.approx(case["log_odds_chosen"], rel=PRINTED)
-    assert -odds_ratio_loss(pairs).mean().item() == pytest.approx(case["log_odds_ratio"], rel=PRINTED)
+    assert (beta * odds_ratio_loss(pairs)).tolist() == pytest.approx(case["ratio_term"], rel=TOLERANCE)
+    assert log_odds(pairs).mean().item() == pytest.approx(case["log_odds_chosen"], rel=TOLERANCE)
+    assert -odds_ratio_loss(pairs).mean().item() == pytest.approx(case["log_odds_ratio"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("peer", ["llamafactory", "trl"])
 def test_kto_losses_match_trl_and_llamafactory(peer):
     rows = NUMBERS["kto_rows"]
     ratio = tensor([sum(row["policy"]) - sum(row["reference"]) for row in rows])
-    of_neighbours = tensor([sum(row["policy_kl"]) - sum(row["reference_kl"]) for row in rows])
+    mismatched_sums = tensor([sum(row["policy_kl"]) - sum(row["reference_kl"]) for row in rows])
     means = tensor([sum(row["policy"]) / len(row["policy"]) for row in rows])
     is_desirable = tensor([row["tag"] for row in rows])
     for case in NUMBERS[peer]["kto"]:
         requested = case["settings"]
         ours = ("pref_beta", "kto_chosen_weight", "kto_rejected_weight")
         beta, *weights = (requested[name] for name in (ours if peer == "llamafactory" else list(requested)[1:]))
-        z = of_neighbours.mean().clamp(min=0) * (requested.get("loss_type") != "apo_zero_unpaired")
-        assert z.item() == pytest.approx(case["metrics"]["kl"], rel=PRINTED)
+        z = mismatched_sums.mean().clamp(min=0) * (requested.get("loss_type") != "apo_zero_unpaired")
+        assert z.item() == pytest.approx(case["metrics"]["kl"], rel=TOLERANCE)
         losses = kto(ratio, is_desirable, z, beta, tuple(weights))
-        # LLaMA-Factory divides the chosen answers' likelihood by their number and multiplies by the records'.
+        # LLaMA-Factory divides the likelihood of the chosen responses by their number and multiplies by that of the records.
         ftx = -requested.get("pref_ftx", 0.0) * means[is_desirable].mean()
-        assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=PRINTED) or requested.get("pref_ftx")
+        assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=TOLERANCE) or requested.get("pref_ftx")
 
 
 def random_pairs(count=6, seed=0):
@@ -158,7 +158,7 @@ def some(side, rows):
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_pair_loss_is_additive_over_micro_batches(name):
-    """With what couples them given, as the step knows it."""
+    """The values that couple the pairs are computed over the whole step."""
     pairs, shape = random_pairs(), LossConstants(label_smoothing=0.1)
     whole = PAIR_LOSSES[name].of(pairs, shape)
     gradients = torch.autograd.grad(whole.sum(), [pairs.chosen.logps, pairs.rejected.logps], allow_unused=True)
@@ -179,7 +179,7 @@ def test_pair_loss_is_additive_over_micro_batches(name):
 
 @pytest.mark.parametrize("name", [name for name in PAIR_LOSSES if name not in ("sft", "discopop")])
 def test_initial_gradient_favors_chosen_over_rejected(name):
-    """But by discopop, which was found by search and rises around 0."""
+    """Except with discopop, whose loss, found by search, increases around 0."""
     sums = [torch.full((1,), -9.0, requires_grad=True) for _ in range(2)]
     pairs = Pairs(*(Side(logps, logps.detach(), torch.full((1,), 4.0)) for logps in sums))
     chosen, rejected = torch.autograd.grad(PAIR_LOSSES[name].of(pairs, LossConstants(label_smoothing=0.1)).sum(), sums)
@@ -188,7 +188,7 @@ def test_initial_gradient_favors_chosen_over_rejected(name):
 
 
 def test_sorted_pairs_get_gradient_of_sorted_sum():
-    """By the book: sort both sides with their gradients, and compare what stands at the same rank."""
+    """Reference: sort both sides with their gradients, and compare values of the same rank."""
     pairs, shape = random_pairs(), LossConstants()
     sums = [pairs.chosen.logps, pairs.rejected.logps]
     one, other = pairs.chosen.ratio.sort().values, pairs.rejected.ratio.sort().values
@@ -205,12 +205,12 @@ def test_equal_values_get_a_consistent_rank():
 
 def test_odds_of_a_certain_response_are_finite_with_finite_gradient():
     certain = Side(torch.zeros(2, requires_grad=True), torch.zeros(2), torch.ones(2))
-    unsure = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
-    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, unsure), LossConstants()).sum()
+    uncertain = Side(tensor([-1e-9, -40.0]).requires_grad_(), torch.zeros(2), torch.ones(2))
+    loss = PAIR_LOSSES["orpo"].of(Pairs(certain, uncertain), LossConstants()).sum()
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(certain.logps.grad).all()
-    assert torch.isfinite(unsure.logps.grad).all()
+    assert torch.isfinite(uncertain.logps.grad).all()
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
@@ -229,7 +229,7 @@ def test_reward_loss_applies_margin_and_centers_scores():
 
 
 def test_pair_with_high_policy_likelihood_has_a_weight_above_one():
-    """As TRL and the paper's equation have it: tokens that are likelier than the mean one have a weight above 1."""
+    """As in TRL and in the paper: tokens that are likelier than average have a weight above 1."""
     assert wpo_weights(torch.tensor([0.5]), torch.tensor([0.25])).item() == pytest.approx(math.exp(0.75))
 
 

@@ -39,7 +39,7 @@ def trained(model, around=None):
 
 
 def kept_bytes(model):
-    """Bytes that autograd holds after a forward pass, weights left out."""
+    """Return the bytes that autograd keeps after a forward pass, without the weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     recorded = {}
 
@@ -50,7 +50,7 @@ def kept_bytes(model):
     model.train()
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(**batch())
-    return sum(size for place, size in recorded.items() if place not in weights)
+    return sum(size for address, size in recorded.items() if address not in weights)
 
 
 SOME_LAYERS = pytest.mark.skipif(
@@ -76,18 +76,18 @@ def test_selective_checkpointing_saves_memory_without_recomputing_products():
     checkpoint_activations(whole, None)
     checkpoint_activations(selective, {"selective": True})
     assert kept_bytes(whole) < kept_bytes(plain) / 2
-    assert products(selective) == products(plain) < products(whole)
+    assert num_operations(selective) == num_operations(plain) < num_operations(whole)
 
 
-def products(model):
-    """Floating point operations in products and attention, of a forward and a backward pass."""
+def num_operations(model):
+    """Return the floating-point operations of matrix products and attention in a forward and a backward pass."""
     with FlopCounterMode(display=False) as counter:
         trained(model)
     return counter.get_total_flops()
 
 
-class Counted(Offloading):
-    """Counts what it moves."""
+class CountingOffload(Offloading):
+    """Counts the bytes that it offloads."""
 
     moved_bytes = 0
 
@@ -100,11 +100,11 @@ class Counted(Offloading):
 def test_offloaded_activations_return_and_weights_stay():
     plain = trained(llama())
     model = llama()
-    offloading = Counted(model, torch.device("cpu"), smallest=0)
+    offloading = CountingOffload(model, torch.device("cpu"), smallest=0)
     result = trained(model, offloading.forward())
     assert all(torch.equal(plain[name], result[name]) for name in plain)
     assert offloading.moved_bytes > 0
-    small = Counted(model, torch.device("cpu"))
+    small = CountingOffload(model, torch.device("cpu"))
     trained(model, small.forward())
     assert small.moved_bytes == 0
 
@@ -112,11 +112,11 @@ def test_offloaded_activations_return_and_weights_stay():
 def test_checkpointing_with_offload_moves_only_layer_inputs():
     model, every = llama(), llama()
     checkpoint_activations(model, None)
-    some, all_of_them = (Counted(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
-    plain = trained(every, all_of_them.forward())
-    result = trained(model, some.forward())
+    inputs_offloaded, all_offloaded = (CountingOffload(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
+    plain = trained(every, all_offloaded.forward())
+    result = trained(model, inputs_offloaded.forward())
     assert all(torch.equal(plain[name], result[name]) for name in plain)
-    assert 0 < some.moved_bytes < all_of_them.moved_bytes / 3
+    assert 0 < inputs_offloaded.moved_bytes < all_offloaded.moved_bytes / 3
 
 
 def test_engine_offloads_only_on_gpu_and_reports_it():

@@ -1,6 +1,6 @@
 """Missing, damaged or unsupported models are rejected early, briefly and by name.
 
-``check_model`` reads JSON files and headers only; each case here ends before a weight is read.
+``check_model`` reads JSON files and headers only; in each case, no weights are read.
 """
 
 import json
@@ -27,7 +27,7 @@ from tiny_models import VOCABULARY, saved_model, tiny_model, tiny_tokenizer
 
 
 def model_problems(name, **options):
-    """The problems as they are printed, each within the four lines it may have."""
+    """Return the problems as they are printed. Each has at most four lines."""
     texts = [str(problem) for problem in check_model(ModelOptions(model_name_or_path=str(name), **options))]
     assert all(len(text.splitlines()) <= 4 for text in texts)
     return texts
@@ -37,7 +37,7 @@ def change_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-# --- where it is ----------------------------------------------------------------------------------------------------
+# --- location ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [None, "", "  "])
@@ -85,7 +85,7 @@ def test_misspelled_folder_name_is_rejected_with_the_folder(monkeypatch, tmp_pat
 def test_unreachable_hub_is_reported_immediately(monkeypatch, tmp_path):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
+        unused.bind(("127.0.0.1", 0))  # bound but not listening, so connections are refused
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         begin = time.perf_counter()
@@ -125,7 +125,7 @@ def test_every_missing_adapter_is_named(tmp_path):
     assert 'adapter_name_or_path "' in str(caught.value)
 
 
-# --- what it is -----------------------------------------------------------------------------------------------------
+# --- config and tokenizer -----------------------------------------------------------------------------------------------------
 
 
 def test_invalid_config_is_reported_with_line_and_column(tmp_path):
@@ -318,7 +318,7 @@ def test_missing_or_empty_tokenizer_is_rejected(content, expected, tmp_path):
     assert len(str(caught.value).splitlines()) == 2
 
 
-# --- its weights ----------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------
 
 
 def test_truncated_weight_file_is_reported_with_its_size(tmp_path):

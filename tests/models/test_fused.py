@@ -37,7 +37,7 @@ def formula_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def outcome(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The output and the gradients of all inputs, for an upstream gradient that is the same each time."""
+    """Return the output and the gradients of all inputs for a fixed upstream gradient."""
     inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
     output = function(*inputs)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
@@ -45,7 +45,7 @@ def outcome(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The greatest difference, in units of the greatest value."""
+    """Return the largest difference relative to the largest value."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).abs().max() / b.abs().max())
 
@@ -55,8 +55,8 @@ def test_rms_norm_and_gradients_match_formula(offset: float) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, ROWS // 2, WIDTH), torch.rand(WIDTH) + 0.5
     ours = outcome(lambda x, w: rms_norm(x, w, 1e-6, offset), x, weight)
-    for mine, plain in zip(ours, outcome(lambda x, w: formula_norm(x, w, 1e-6, offset), x, weight), strict=True):
-        assert distance(mine, plain) < 1e-6
+    for fused_value, plain in zip(ours, outcome(lambda x, w: formula_norm(x, w, 1e-6, offset), x, weight), strict=True):
+        assert distance(fused_value, plain) < 1e-6
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -64,8 +64,8 @@ def test_gated_product_and_gradients_match_formula(activation: str) -> None:
     torch.manual_seed(0)
     gate, up = torch.randn(2, ROWS // 2, WIDTH), torch.randn(2, ROWS // 2, WIDTH)
     ours = outcome(lambda g, u: gate_product(g, u, activation), gate, up)
-    for mine, plain in zip(ours, outcome(lambda g, u: formula_gated(g, u, activation), gate, up), strict=True):
-        assert distance(mine, plain) < 1e-6
+    for fused_value, plain in zip(ours, outcome(lambda g, u: formula_gated(g, u, activation), gate, up), strict=True):
+        assert distance(fused_value, plain) < 1e-6
 
 
 def test_bfloat16_fused_ops_are_as_accurate_as_plain_ones() -> None:
@@ -93,9 +93,9 @@ def test_rms_norm_under_autocast_returns_autocast_dtype() -> None:
     assert torch.equal(normed, rms_norm(x, weight, 1e-6).bfloat16())
 
 
-# Two layers: two norms each and one at the end, and a gated layer each; Qwen3 norms queries and keys too, Gemma 2 has
-# two more norms in a layer. Each layer has seven linear ones, and there is the head. GPT-2's are no linear layers of
-# torch's, its norms no such norms; it has the head, and an activation in each layer that is written out.
+# Two layers with two norms and a gated MLP each, and a final norm; Qwen3 also normalizes queries and keys, Gemma 2 has
+# two more norms per layer. There are seven linear modules per layer, and the head. GPT-2 has no linear modules except
+# the head and no RMS norms, but an activation in each layer that is composed of several operations.
 @pytest.mark.parametrize(
     ("family", "count"),
     [("llama", 22), ("qwen2", 22), ("qwen3", 26), ("mistral", 22), ("gemma", 22), ("gemma2", 26), ("gpt2", 11)],
@@ -108,7 +108,7 @@ def test_fused_model_gives_losses_and_gradients_of_plain_model(family: str, coun
     for model in (plain, fused):
         model(input_ids=ids, labels=ids).loss.backward()
     for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of what is rounded at 1e-7
+        assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of values that are rounded at 1e-7
 
 
 def test_composed_activation_is_fused_and_more_accurate_in_bfloat16() -> None:
@@ -117,9 +117,9 @@ def test_composed_activation_is_fused_and_more_accurate_in_bfloat16() -> None:
     activation = model.transformer.h[0].mlp.act
     truth, defaults = outcome(activation, x.bfloat16().double()), outcome(activation, x.bfloat16())
     patch_forwards(model)
-    for mine, plain, exact in zip(outcome(activation, x.bfloat16()), defaults, truth, strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert distance(mine, exact) <= distance(plain, exact)
+    for fused_value, plain, exact in zip(outcome(activation, x.bfloat16()), defaults, truth, strict=True):
+        assert fused_value.dtype == torch.bfloat16
+        assert distance(fused_value, exact) <= distance(plain, exact)
 
 
 def test_frozen_norm_weights_get_no_gradient() -> None:
@@ -131,7 +131,7 @@ def test_frozen_norm_weights_get_no_gradient() -> None:
 
 
 class Shifted(nn.Module):
-    """Looks like a norm, and is not."""
+    """Has the attributes of an RMS norm but a different formula."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Shifted(nn.Module):
 
 
 class Ungated(nn.Module):
-    """Has the parts of a gated layer, and uses them otherwise."""
+    """Has the submodules of a gated MLP but a different formula."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Ungated(nn.Module):
 
 
 class Steeper(nn.Module):
-    """Looks like an activation, and is another one."""
+    """Resembles the activation but has a different formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
@@ -186,14 +186,14 @@ def test_small_inference_batches_use_original_code(monkeypatch: pytest.MonkeyPat
 
     patch_forwards(model)
     monkeypatch.setattr("burnish.models.patches.fused.rms_norm", counted)
-    answered = torch.arange(3, 9).view(1, 6)
+    response = torch.arange(3, 9).view(1, 6)
     with torch.no_grad():
-        model(input_ids=answered)
+        model(input_ids=response)
         assert not called
         many = torch.zeros(1, 2**17 // model.config.hidden_size + 1, dtype=torch.long)
         model.base_model.norm(model.base_model.embed_tokens(many))
         assert len(called) == 1
-    model(input_ids=answered)
+    model(input_ids=response)
     assert len(called) == 6
 
 
@@ -237,11 +237,11 @@ def test_other_convolutions_are_not_patched() -> None:
     assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, stride=3, padding="valid")), device=torch.device("cpu"))
 
 
-# --- rotary positions of a vision tower -------------------------------------------------------------------------------
+# --- rotary embeddings of a vision tower -------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
-    """A vision tower of a Python module that calls the module's function for rotary positions."""
+    """A vision tower that calls the rotary embedding function of its Python module."""
 
 
 def python_module_with(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -253,7 +253,7 @@ def python_module_with(function: Callable[..., Any], monkeypatch: pytest.MonkeyP
 
 
 def patches_and_angles(dtype: torch.dtype) -> list[Tensor]:
-    """Queries and keys (L, H, D) as views of one tensor, as in a tower, with cosines and sines (L, D)."""
+    """Return queries and keys (L, H, D) as views of one tensor, as in a tower, with cosines and sines (L, D)."""
     torch.manual_seed(0)
     q, k, _ = torch.randn(ROWS * 3, 3 * 4 * 80).to(dtype).view(-1, 3, 4, 80).permute(1, 0, 2, 3).unbind(0)
     return [q, k, *torch.randn(2, ROWS * 3, 80)]
@@ -266,15 +266,15 @@ def test_rotary_positions_of_a_tower_equal_those_of_transformers(
 ) -> None:
     plain = vars(import_module(f"transformers.models.{family}.modeling_{family}"))[rotation._NAME]
     file = python_module_with(plain, monkeypatch)
-    made = patch_forwards(Tower(), device=torch.device("cpu"))
-    assert [patch.owner for patch in made] == [file]
+    patches = patch_forwards(Tower(), device=torch.device("cpu"))
+    assert [patch.owner for patch in patches] == [file]
     assert not patch_forwards(Tower(), device=torch.device("cpu")), "patched twice"
     inputs = patches_and_angles(dtype)
     results = vars(file)[rotation._NAME](*inputs)
     for ours, theirs in zip(results, plain(*inputs), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == dtype
-    restore(made)
+    restore(patches)
     assert vars(file)[rotation._NAME] is plain
 
 
@@ -288,7 +288,7 @@ def test_rotary_positions_that_need_gradients_or_have_other_sizes_use_original_c
         return apply_rotary_pos_emb_vision(q, k, cos, sin)
 
     file = python_module_with(plain, monkeypatch)
-    made = patch_forwards(Tower(), device=torch.device("cpu"))
+    patches = patch_forwards(Tower(), device=torch.device("cpu"))
     calls.clear()
     rotate, (q, k, cos, sin) = vars(file)[rotation._NAME], patches_and_angles(torch.float32)
     rotate(q, k, cos, sin)
@@ -298,7 +298,7 @@ def test_rotary_positions_that_need_gradients_or_have_other_sizes_use_original_c
     with torch.no_grad():
         rotate(q[:4], k[:4], cos[:4], sin[:4])
     assert calls == [len(q), 1, 4]
-    restore(made)
+    restore(patches)
 
 
 @pytest.mark.parametrize("function", [lambda q, k: (q, k), lambda q, k, cos, sin: (q * cos[:, None], k), print])
@@ -314,7 +314,7 @@ def test_rotary_function_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gated_norm_of_a_state_space_model_is_not_taken_for_a_plain_one() -> None:
-    """Its gate is an optional argument, without which it is an RMS norm."""
+    """Without its optional argument, the gate, it is an RMS norm."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         Mamba2Config(
@@ -325,8 +325,8 @@ def test_gated_norm_of_a_state_space_model_is_not_taken_for_a_plain_one() -> Non
     ids = torch.randint(3, 64, (2, 9))
     with torch.no_grad():
         expected = model(ids).logits
-        made = patch_forwards(model)
+        patches = patch_forwards(model)
         assert distance(model(ids).logits, expected) < 1e-5
-    patched = {type(each.owner).__name__ for each in made}
+    patched = {type(each.owner).__name__ for each in patches}
     assert "Mamba2RMSNorm" in patched
     assert "MambaRMSNormGated" not in patched

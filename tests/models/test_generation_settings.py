@@ -1,4 +1,4 @@
-"""Generation settings of a model's folder: a wrong one is named before the model is loaded, whichever it is."""
+"""Generation settings of a model folder: an invalid one is named before the model is loaded."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
 from tiny_models import saved_model, tiny_model, tiny_tokenizer
 
-WRONG = ["", [], {"a": 1}, [[]], [["x"]], "x", -5, 10**30, float("nan"), True, 2.5]
-GOOD = {
+INVALID = ["", [], {"a": 1}, [[]], [["x"]], "x", -5, 10**30, float("nan"), True, 2.5]
+VALID = {
     "eos_token_id": [2, 5], "pad_token_id": -1, "temperature": 1, "top_k": 50.0, "early_stopping": "never",
     "bad_words_ids": [[3, 4], [5]], "stop_strings": ["x"], "exponential_decay_length_penalty": [4, 1.5],
     "sequence_bias": [[[3], -1.0]], "do_sample": False, "max_new_tokens": None, "unknown": "x",
@@ -26,15 +26,15 @@ GOOD = {
 
 @pytest.mark.parametrize("name", _RULES)
 def test_values_of_wrong_types_are_named(name: str) -> None:
-    refused = [value for value in WRONG if setting_problems({name: value}, "here")]
-    assert len(refused) >= len(WRONG) - 4
+    refused = [value for value in INVALID if setting_problems({name: value}, "here")]
+    assert len(refused) >= len(INVALID) - 4
     for value in refused:
         (problem,) = setting_problems({name: value}, "here")
         assert str(problem).startswith(f'here: "{name}" must be ')
 
 
 def test_valid_settings_are_accepted() -> None:
-    assert not setting_problems(GOOD, "here")
+    assert not setting_problems(VALID, "here")
     assert not setting_problems(vars(GenerationConfig()), "here")
 
 
@@ -50,7 +50,7 @@ def test_file_that_is_not_json_is_reported_once(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 def test_every_loading_names_the_setting(file: str, tmp_path: Path) -> None:
-    """Also of a ``config.json``, from which transformers takes the settings if there is no other file."""
+    """Also in ``config.json``, from which transformers reads the settings if there is no other file."""
     saved_model(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     before = json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) if file == "config.json" else {}

@@ -1,4 +1,4 @@
-"""Every vision model family: rows with images, flat or padded and in any order, equal transformers with one row."""
+"""Every vision model family: flat or padded batches in any row order give the results of transformers for single rows."""
 
 import itertools
 
@@ -24,14 +24,14 @@ ORDERS = list(itertools.permutations(range(4)))[::6]
 
 @pytest.fixture(scope="module", params=[*FLAT, *PADDED])
 def family(request):
-    """A model with four rows, and the loss and the gradients that transformers gives each of them alone."""
+    """Return a model, four rows, and transformers' loss and gradients for each single row."""
     if request.param in NEED_TORCHVISION:
         pytest.importorskip("torchvision")
     result = load_image_model(request.param)
     result.name, result.capabilities = request.param, find_capabilities(result.model, padding_free=True)
     drawn = collator_of_drawn_images(result.collator("padded"))
     result.rows = [
-        _learned(row)
+        _with_labels(row)
         for row in [*random_rows(result.model, drawn), *itertools.islice(random_rows(result.model, drawn), 1, 2)]
     ]
     result.collator_of_drawn = result.collator
@@ -49,8 +49,8 @@ def family(request):
     return result
 
 
-def _learned(row):
-    """The row with its last text learned."""
+def _with_labels(row):
+    """Return the row with labels for its last text."""
     last = max((image.end for image in row["images"]), default=4)
     ids = row["input_ids"]
     return {**row, "labels": [IGNORE_INDEX] * (last + 1) + ids[last + 1 :]}

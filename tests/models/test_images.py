@@ -35,7 +35,7 @@ SECOND = [
 
 @pytest.fixture(scope="module")
 def models():
-    """The models of this file, by family, each built once."""
+    """Return a function: family -> model. Each model is created once."""
     built: dict[str, SimpleNamespace] = {}
 
     def of(family: str) -> SimpleNamespace:
@@ -60,14 +60,14 @@ def objective_of(result: SimpleNamespace, collation: str, one_by_one: bool = Fal
 
 
 def loss_of(result: SimpleNamespace, collation: str, rows: list) -> torch.Tensor:
-    """The sum over the learned tokens of a micro-batch, over their number."""
+    """Return the mean loss over the trained tokens of a micro-batch."""
     objective = objective_of(result, collation)
     batch = objective.collate(rows)
     return objective.loss(objective.module(result.model), batch).total / objective.num_items(batch)
 
 
 def part_of_golden(name: str) -> str:
-    """The part of a parameter in ``gradient_norms``, which is found by names."""
+    """Return the part of the model to which a parameter belongs in ``gradient_norms``, by its name."""
     if any(word in name for word in ("multi_modal_projector", "connector", "embed_vision", ".merger")):
         return "projector"
     return "vision" if any(word in name for word in ("vision", "visual", "image_newline")) else "language"
@@ -100,16 +100,16 @@ def test_row_has_same_loss_at_any_position(models, family, collation):
         for order in itertools.islice(itertools.permutations(range(4)), 0, 24, 6):
             objective = objective_of(result, collation)
             batch = objective.collate([rows[number] for number in order])
-            for place, number in enumerate(order):
+            for index, number in enumerate(order):
                 labels = torch.full_like(batch["labels"], -100)
                 if collation == "padded":
-                    labels[place] = batch["labels"][place]
+                    labels[index] = batch["labels"][index]
                 else:
-                    begin = sum(len(rows[n]["input_ids"]) for n in order[:place])
+                    begin = sum(len(rows[n]["input_ids"]) for n in order[:index])
                     own = slice(begin, begin + len(rows[number]["input_ids"]))
                     labels[:, own] = batch["labels"][:, own]
-                of_row = {**batch, "labels": labels}
-                loss = objective.loss(objective.module(result.model), of_row).total / objective.num_items(of_row)
+                row_batch = {**batch, "labels": labels}
+                loss = objective.loss(objective.module(result.model), row_batch).total / objective.num_items(row_batch)
                 assert loss.item() == pytest.approx(expected[number], abs=1e-5)
 
 
@@ -195,14 +195,14 @@ def test_positions_match_transformers(models, family, record):
     result = models(family)
     row = next(r for r in golden()["llamafactory"] if (r["family"], r["record"]) == (family, record))
     grids = row["tensors"]["image_grid_thw"]["values"]
-    places = [at for at, token in enumerate(row["input_ids"]) if token == result.layout.placeholder]
-    of_each = []
+    positions = [index for index, token in enumerate(row["input_ids"]) if token == result.layout.placeholder]
+    positions_of_images = []
     for grid in grids:
         count = grid[1] * grid[2] // 4
-        of_each.append(places[:count])
-        places = places[count:]
-    made = grid_positions(len(row["input_ids"]), of_each, grids, merge=2)
-    assert [list(axis) for axis in made] == row["position_ids"]
+        positions_of_images.append(positions[:count])
+        positions = positions[count:]
+    result_positions = grid_positions(len(row["input_ids"]), positions_of_images, grids, merge=2)
+    assert [list(axis) for axis in result_positions] == row["position_ids"]
 
 
 @pytest.mark.parametrize("family", [*FIRST, "llava_next", "glm4v", "mllama"])
@@ -297,7 +297,7 @@ def test_cached_images_are_restored_bit_for_bit_in_half_the_memory(models, famil
 
 
 def _has_own_sizes(case: dict) -> bool:
-    """Whether the image processor is given the images as they are, so that they can be drawn by their names."""
+    """Return whether the images are passed to the processor in their original sizes, which their names contain."""
     names = golden()["records"][case["record"]]["images"]
     sizes = [[int(side) for side in name.split("_")[1].split(".")[0].split("x")] for name in names]
     return "loss" in case and case.get("sizes_given_to_the_processor", sizes) == sizes

@@ -1,6 +1,6 @@
 """Liger's kernels: where they are applied, what is rejected, and that its losses are never used.
 
-A stand-in for the library says what it was asked for; the library itself runs on a GPU, in test_gpu.py.
+A stand-in for the library records the requested kernels; the library itself is tested on a GPU, in test_gpu.py.
 """
 
 import sys
@@ -23,7 +23,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture
 def fake_liger(monkeypatch):
-    """A library that knows Llama models, keeps what it was asked, and does to the model what ``asked["does"]`` says."""
+    """Install a stand-in for Liger that supports Llama. It records the requested kernels in ``applied["switches"]`` and
+    calls ``applied["does"]`` with the model."""
     applied = {"does": lambda model: None}
 
     def llama(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, model=None):
@@ -43,7 +44,7 @@ def fake_liger(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(liger, "find_spec", lambda name: name)
     yield applied
-    restore(done for done in patches_of(torch.nn.Module()) if done.why is liger.LIGER)
+    restore(record for record in patches_of(torch.nn.Module()) if record.why is liger.LIGER)
 
 
 def options(**overrides):
@@ -93,7 +94,7 @@ def test_kernels_that_change_model_outputs_are_rejected(fake_liger):
 
 
 class KernelNorm(torch.nn.Module):
-    """A norm that fails on a CPU, as a kernel of a GPU does."""
+    """A norm that fails on a CPU, as a GPU kernel does."""
 
 
 def rotary_kernel(q, k, cos, sin):
@@ -101,7 +102,7 @@ def rotary_kernel(q, k, cos, sin):
 
 
 def test_other_models_of_the_family_are_not_changed(fake_liger, monkeypatch):
-    """Liger replaces a class and a function of the family's Python module, but a model on a CPU cannot run either."""
+    """Liger replaces a class and a function of the family's Python module; a model on a CPU can run neither."""
     own_norm, own_rotary = modeling_llama.LlamaRMSNorm, modeling_llama.apply_rotary_pos_emb
 
     def replace(model):
@@ -117,7 +118,7 @@ def test_other_models_of_the_family_are_not_changed(fake_liger, monkeypatch):
     tiny_model("llama")(input_ids=token_ids())
     q, k, cos, sin = (torch.ones(1, 1, 2, 4) for _ in range(4))
     assert torch.equal(modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0], own_rotary(q, k, cos, sin)[0])
-    assert modeling_llama.apply_rotary_pos_emb.args == (rotary_kernel, own_rotary)  # not nested
+    assert modeling_llama.apply_rotary_pos_emb.args == (rotary_kernel, own_rotary)  # not nested patches
     on_gpu = SimpleNamespace(is_cuda=True)
     with pytest.raises(ValueError, match="Triton"):
         modeling_llama.apply_rotary_pos_emb(on_gpu, k, cos, sin)

@@ -132,15 +132,15 @@ def test_invalid_generation_config_is_fixed_and_reported(tmp_path):
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(raw))
     model = load_model(options(tmp_path / "base"))
     assert patch_summary(model) == ["1 generation_config.do_sample: 1 generation config with sampling parameters"]
-    assert samples_without_sampling(meta_model(load_config(options(tmp_path / "base"))))  # known without weights
+    assert samples_without_sampling(meta_model(load_config(options(tmp_path / "base"))))  # checked without weights
     save_model(model, tiny_tokenizer(), tmp_path / "out", stop_token_ids=[5])
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
 def test_new_special_tokens_is_an_alias_of_add_special_tokens():
-    made, problems = build(ModelOptions, {"new_special_tokens": RawValue("<a>,<b>", "")})
+    parsed, problems = build(ModelOptions, {"new_special_tokens": RawValue("<a>,<b>", "")})
     assert problems == []
-    assert made.add_special_tokens == ["<a>", "<b>"]
+    assert parsed.add_special_tokens == ["<a>", "<b>"]
 
 
 # --- the tokenizer --------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):
     assert check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True)) == []
 
 
-# --- counting -------------------------------------------------------------------------------------------------------
+# --- parameter counts and context length -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -322,11 +322,11 @@ def test_model_is_saved_in_source_dtype_and_checkpoint_in_float32(tmp_path):
     saved_model(tmp_path / "base", "qwen2")
     adapter, model = full(load_model(options(tmp_path / "base"), dtype=torch.bfloat16))
     set_precision(model, torch.float32)
-    model.model.norm.weight.data += 1e-4  # below what bfloat16 can tell
+    model.model.norm.weight.data += 1e-4  # too small for bfloat16
     save_model(model, tiny_tokenizer(), tmp_path / "out")
     written = tensors_in(tmp_path / "out")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
-    assert "lm_head.weight" not in written  # tied: once
+    assert "lm_head.weight" not in written  # tied weights are written once
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert model.config.dtype == torch.bfloat16
     stored = ModelState(model, adapter).state_dict()
@@ -395,7 +395,7 @@ def test_model_with_adapter_cannot_be_saved_as_full_model(tmp_path):
 
 
 def test_config_that_requires_a_token_keeps_its_own_if_the_tokenizer_has_none(tmp_path):
-    """Configs of some families are checked strictly, and a tokenizer may have no BOS token."""
+    """Some families validate their config strictly, and a tokenizer may have no BOS token."""
     cwm = pytest.importorskip("transformers.models.cwm")
     sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}  # fmt: skip
@@ -413,7 +413,7 @@ def test_config_that_requires_a_token_keeps_its_own_if_the_tokenizer_has_none(tm
 )
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
 def test_masks_in_published_files_are_not_taken_for_quantized_weights(family, name, dtype, tmp_path):
-    """Pythia, GPT-J, GPT-Neo and older GPT-2 models were published with the causal mask of each layer."""
+    """Published files of Pythia, GPT-J, GPT-Neo and older GPT-2 models contain the causal mask of each layer."""
     saved_model(tmp_path, family)
     tensors = load_file(tmp_path / "model.safetensors") | {name: torch.ones(1, 1, 16, 16, dtype=dtype)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -26,7 +26,7 @@ WORDS = {"<calc>": "seven nine", "<look>": "lamp"}
 
 
 def full_model(folder, spare_rows=0):
-    """A model whose embedding has a row for each token, and some to spare."""
+    """Save a model whose embedding has a row for each token and ``spare_rows`` more."""
     make_model(folder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     model.resize_token_embeddings(len(tokenizer) + spare_rows)
@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 
 
 def fitted(folder, **overrides):
-    """(model, tokenizer, rows of the embedding before, rows of the head before) under the options."""
+    """Return (model, tokenizer, embedding rows before, head rows before) with these options."""
     options = ModelOptions(model_name_or_path=str(folder), **overrides)
     tokenizer, model = load_tokenizer(options), load_model(options)
     before = [model.get_input_embeddings().weight.clone(), model.get_output_embeddings().weight.clone()]
@@ -114,7 +114,7 @@ def test_contradictory_new_token_options_are_rejected(tmp_path, capsys, options,
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """A run whose answers hold the new tokens."""
+    """Return the options of a run whose responses contain the new tokens."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "300")
     full_model(tmp_path / "model")
@@ -146,7 +146,7 @@ def test_data_may_contain_added_tokens_but_not_template_tokens(user, template):
     assert run.rows[0]["input_ids"].count(calc) == 1
     question = Message("user", "What do <|im_start|> and <calc> mean?")
     (row,) = run.template.encode([Example((question, Message("assistant", "Something")))], DataStats())
-    assert row["input_ids"].count(start) == 2  # before the question, and before the answer
+    assert row["input_ids"].count(start) == 2  # before the prompt and before the response
     assert row["input_ids"].count(calc) == 1
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with packed weights give the results of plain ones."""
+"""Linear layers with packed weights give the same results as with plain ones."""
 
 import pytest
 import torch
@@ -43,9 +43,9 @@ def test_packed_bfloat16_weights_give_the_same_bits(count, of_weights, is_traine
     with torch.no_grad(), autocast(torch.bfloat16):
         plain = model(x)
         with packed_weights(model):
-            found = model(x)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, plain)
+            result = model(x)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, plain)
 
 
 def test_weights_are_packed_again_after_a_change():
@@ -74,7 +74,7 @@ def test_frozen_weights_are_packed_only_if_there_is_memory_for_a_copy(monkeypatc
         assert len(made) == count
         restore(made)
     if has_kernels(torch.bfloat16):
-        with autocast(torch.bfloat16):  # the copy replaces the one that autocast would keep
+        with autocast(torch.bfloat16):  # the packed copy replaces the one that autocast would cache
             assert len(pack(model)) == 2
 
 

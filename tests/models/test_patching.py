@@ -109,7 +109,7 @@ def test_changes_by_another_library_are_recorded_and_undone() -> None:
         layers[1].register_forward_hook(lambda *_: None)
 
     made = record(layers, change, FASTER)
-    assert [(done.owner, done.name) for done in made] == [(layers[0], "forward"), (layers[1], "forward hook")]
+    assert [(record.owner, record.name) for record in made] == [(layers[0], "forward"), (layers[1], "forward hook")]
     restore(made)
     assert "forward" not in vars(layers[0])
     assert not layers[1]._forward_hooks
@@ -153,7 +153,7 @@ def test_patches_are_counted_by_target_and_reason() -> None:
     assert message == ["16 forward methods: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------
+# --- patches of a run ---------------------------------------------------------------------------------------------------------
 
 RUNS = {
     "full": {"finetuning_type": "full"},
@@ -176,19 +176,19 @@ def planned(folder: Path, **options: object) -> Plan:
 def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patches that structure decides are counted beforehand; those that weights decide may come or not."""
+    """Patches that depend on the structure are counted in advance; those that depend on the weights are only possible."""
     argv = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
     assert main(["explain", *argv]) == 0
-    explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # lines that were wrapped
+    explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # join wrapped lines
     models: list[Any] = []
     monkeypatch.setattr(build, "counts_of", lambda model, sizes: models.append(model) or (0, 0))
     assert main(["train", *argv]) == 0
     message = patch_summary(models[-1])
     reasons = re.findall(r"patch +([a-z -]+?): (.*)", explained)
-    tried = [kind for kind, why in reasons if "checked at start" in why]
-    counted = {kind: int(number) for number, kind in kinds_in("; ".join(message)) if kind not in tried}
+    optional_kinds = [kind for kind, why in reasons if "checked at start" in why]
+    counted = {kind: int(number) for number, kind in kinds_in("; ".join(message)) if kind not in optional_kinds}
     assert counted == {kind: int(number) for number, kind in kinds_in(explained)}
-    assert {kind for _, kind in kinds_in("; ".join(message))} <= counted.keys() | set(tried)
+    assert {kind for _, kind in kinds_in("; ".join(message))} <= counted.keys() | set(optional_kinds)
     assert bool(re.search(r"patched +none", explained)) == (not counted)
     assert (name == "none") == (not message)
     assert "burnish's code" not in (tmp_path / "out" / "README.md").read_text()
@@ -196,7 +196,7 @@ def test_explain_lists_the_patches_of_the_run(
 
 
 def kinds_in(text: str) -> list[tuple[str, str]]:
-    """``[("2", "gated layer"), ...]``; what they stand in, forwards or hooks, is left out."""
+    """Return ``[("2", "gated layer"), ...]``, without the target (forward or hook)."""
     result = re.findall(r"(?:[:,] )(\d+) ([a-z -]+?)s?(?=,|;|$|\n)", text)
     return [(number, kind.strip()) for number, kind in result]
 
@@ -213,5 +213,5 @@ def test_losses_without_patches_are_equal_up_to_rounding(
     defaults, plain = (
         train_run(planned(tmp_path / str(on), patches=on, **overrides)).output.training_loss for on in (True, False)
     )
-    # Float32 sums in another order; a bfloat16 product is rounded at one part in 256, and over three steps' updates.
+    # float32 sums in another order; bfloat16 products, rounded by up to 1/256, over three steps
     assert defaults == pytest.approx(plain, rel=2e-3 if "bf16" in options else 2e-6)

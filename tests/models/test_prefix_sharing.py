@@ -34,7 +34,7 @@ def row(ids, prompt):
 
 
 def rows_of_a_tree(seed=0, num=9):
-    """Rows under two system prompts, one of which has two prompts that go on from it, and one row of its own."""
+    """Return rows with two system prompts, one of which is continued by two prompts, and one unrelated row."""
     draw = random.Random(seed)
 
     def tokens(count):
@@ -47,7 +47,7 @@ def rows_of_a_tree(seed=0, num=9):
     return [*made, row(tokens(12), 5)]
 
 
-# --- which tokens -----------------------------------------------------------------------------------------------------
+# --- selected tokens -----------------------------------------------------------------------------------------------------
 
 
 def test_common_prefix_of_two_rows_becomes_a_shared_segment():
@@ -60,7 +60,7 @@ def test_common_prefix_of_two_rows_becomes_a_shared_segment():
 def test_segments_of_a_row_cover_it_up_to_last_learned_token():
     sequences = rows_of_a_tree()
     result = segments(sequences, least_skipped=4)
-    assert max(len(segment.path) for segment in result) == 2  # one goes on from a prompt that goes on from another
+    assert max(len(segment.path) for segment in result) == 2  # one continues a prompt that continues another
     ends = {segment.sequence: segment for segment in result if segment.is_last}
     for number, sequence in enumerate(sequences):
         pieces = [*(result[parent] for parent in ends[number].path), ends[number]]
@@ -70,7 +70,7 @@ def test_segments_of_a_row_cover_it_up_to_last_learned_token():
 
 def test_shared_prefix_ends_before_position_predicting_a_learned_token():
     result = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
-    assert (result[0].begin, result[0].end) == (0, 2)  # token 2 predicts token 3, which is learned
+    assert (result[0].begin, result[0].end) == (0, 2)  # token 2 predicts token 3, which is trained
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_skipped=1))
 
 
@@ -80,7 +80,7 @@ def test_equal_ids_of_different_images_are_not_shared():
     imaged = [{**each, "content_hashes": those} for each, those in zip(same, hashes, strict=True)]
     result = segments([*imaged, same[0]], least_skipped=2)
     shared = {(segment.begin, segment.end) for segment in result if not segment.is_last}
-    assert shared == {(0, 1), (1, 5)}  # all share the first id, the first and the third row the image too
+    assert shared == {(0, 1), (1, 5)}  # all rows share the first id, and the first and third row also the image
     assert {s.sequence for s in result if s.is_last and len(s.path) == 2} == {0, 2}
 
 
@@ -149,7 +149,7 @@ def gradients(model, batch, options=None):
 def test_step_matches_full_computation_in_every_family(family):
     model = tiny(family, output_router_logits=False)
     assert make_padding_free(model).is_padding_free
-    # Before transformers 5.23 OPT in training draws a number per layer, which it may use for nothing.
+    # Before transformers 5.23, OPT draws a random number per layer in training, even if it has no effect.
     assert shares_prefixes(model) or family == "opt"
     sequences = rows_of_a_tree()
     loss, shared = gradients(model, collate_prefix_sharing(sequences))
@@ -164,7 +164,7 @@ def test_step_matches_full_computation_in_every_family(family):
 def test_step_matches_full_computation_for_any_rows(seed):
     draw = random.Random(seed)
     tree = rows_of_a_tree(seed, num=draw.randint(2, 20))
-    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]  # some above 384
+    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]  # some rows are longer than 384
     for one in whole:
         for place in range(draw.randint(0, len(one["labels"])), len(one["labels"])):
             one["labels"][place] = IGNORE_INDEX
@@ -182,7 +182,7 @@ def test_step_matches_full_computation_for_any_rows(seed):
 
 
 def test_bfloat16_step_is_as_accurate_as_with_all_tokens():
-    """Two orders of summation, both rounded to bfloat16; the truth is float64's."""
+    """Compare two orders of summation in bfloat16 with float64."""
     sequences = rows_of_a_tree(num=20)
     made = {}
     for name, collate in (
@@ -196,7 +196,7 @@ def test_bfloat16_step_is_as_accurate_as_with_all_tokens():
             _, made[name] = gradients(model, collate(sequences))
 
     def error(name):
-        return sum(float((made[name][w] - truth).double().square().sum()) for w, truth in made["truth"].items())
+        return sum(float((made[name][w] - exact).double().square().sum()) for w, exact in made["truth"].items())
 
     assert error("shared") < 1.1 * error("plain")
 
@@ -209,7 +209,7 @@ def test_model_with_random_operations_computes_all_tokens():
 
 
 def test_dropout_of_new_adapter_is_detected_despite_equal_logits():
-    """Its second factor is zero, and with it all that the dropped inputs come to."""
+    """The second factor of the adapter is zero, so dropout of its inputs does not change the logits."""
     for dropout in (0.0, 0.2):
         options = union("AdapterOptions", FinetuningOptions, LoraOptions)(lora_dropout=dropout)
         model = LoraAdapter(options).attach(tiny("llama"))

@@ -1,6 +1,6 @@
 """Quantized base models: values of the method, LoRA by its formula, and evaluation leaves them unchanged.
 
-What needs bitsandbytes is skipped where it is not installed; references are numpy's, written out.
+Tests that need bitsandbytes are skipped if it is not installed; references are computed with numpy.
 """
 
 import json
@@ -27,7 +27,7 @@ from small_run import as_arguments, make_model, make_workspace
 from tiny_lora import add_lora_adapters as adapted_layer
 from tiny_lora import lora_factors
 
-# Dettmers et al. 2023, appendix E: the quantiles of a normal distribution, both ends at one.
+# Dettmers et al. 2023, appendix E: quantiles of a normal distribution, scaled to [-1, 1]
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -42,7 +42,7 @@ def bnb():
 
 
 def wide_model(folder):
-    """A model whose sides are multiples of the block of 64, with its tokenizer."""
+    """Save a model with its tokenizer. Its widths are multiples of the block size, 64."""
     make_model(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -58,7 +58,7 @@ def load(folder, **options):
 
 
 def nf4(weight):
-    """Each block of 64 over its largest absolute value, to the nearest of sixteen numbers, and back."""
+    """Quantize and dequantize: each block of 64, divided by its largest absolute value, to the nearest of 16 values."""
     blocks = weight.reshape(-1, BLOCK)
     scale = np.abs(blocks).max(axis=1, keepdims=True)
     nearest = np.abs((blocks / scale)[..., None] - NF4).argmin(axis=-1)
@@ -77,13 +77,13 @@ def layer_of(bnb, inputs=64, outputs=128, compute_dtype=torch.float32, seed=0):
 
 
 def adapted(bnb, names=("default",), compute_dtype=torch.float32, **settings):
-    """A LoRA layer over 4 bits, its factors not zero."""
+    """Return a LoRA layer over a 4-bit layer, with nonzero factors."""
     layer, _ = layer_of(bnb, compute_dtype=compute_dtype)
     return adapted_layer(layer, *names, lora_alpha=8, **settings).train()
 
 
 def product(lora, x, *names):
-    """``x Wᵀ + b + Σ s x Aᵀ Bᵀ`` over the dequantized weight, in numpy."""
+    """Return ``x Wᵀ + b + Σ s x Aᵀ Bᵀ`` with the dequantized weight, computed with numpy."""
     weight, bias = dense(lora.base_layer).numpy(), lora.base_layer.bias.float().numpy()
     result = x.numpy() @ weight.T + bias
     for name in names:
@@ -106,16 +106,16 @@ def test_model_is_quantized_while_loading_except_head(bnb, tmp_path):
     plain = load(folder).model.layers[0].mlp.up_proj.weight.detach().numpy()
     for options, tolerance in (
         ({"quantization_bit": 4, "double_quantization": False}, 1e-6),
-        ({"quantization_bit": 4}, 2e-3),  # the scales of the blocks have 8 bits
+        ({"quantization_bit": 4}, 2e-3),  # block scales have 8 bits
     ):
         model = load(folder, **options)
         layer = model.model.layers[0].mlp.up_proj
         assert type(layer).__name__ == "Linear4bit"
         assert_close(dense(layer), nf4(plain), tolerance)
         assert type(model.lm_head) is nn.Linear
-    eight = load(folder, quantization_bit=8).model.layers[0].mlp.up_proj
+    layer_8_bit = load(folder, quantization_bit=8).model.layers[0].mlp.up_proj
     step = np.abs(plain).max(axis=1, keepdims=True) / 127
-    assert (np.abs(dense(eight).numpy() - plain) <= 0.6 * step).all()
+    assert (np.abs(dense(layer_8_bit).numpy() - plain) <= 0.6 * step).all()
     fp4 = load(folder, quantization_bit=4, quantization_type="fp4").model.layers[0].mlp.up_proj
     assert fp4.weight.quant_state.quant_type == "fp4"
 
@@ -245,7 +245,7 @@ def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- rejected options --------------------------------------------------------------------------------------------------
 
 
 def options(**overrides):
@@ -296,11 +296,11 @@ def test_prequantized_files_are_not_requantized_or_fully_trained(monkeypatch):
 )  # fmt: skip
 def test_packed_weights_use_kernels_with_a_backward_pass(method, backend, device, expected):
     described = {"quant_method": method, "bits": 4, "backend": backend}
-    wanted = {"gptq": "gptq_torch", "awq": "torch_awq"}[method] if expected == "plain" else expected
+    backend_name = {"gptq": "gptq_torch", "awq": "torch_awq"}[method] if expected == "plain" else expected
     for options in (described.copy(), SimpleNamespace(**described)):
         message = quantize.use_kernels_that_train(SimpleNamespace(quantization_config=options), device)
-        assert (options["backend"] if isinstance(options, dict) else options.backend) == wanted
-        assert (wanted in message) == (expected == "plain")
+        assert (options["backend"] if isinstance(options, dict) else options.backend) == backend_name
+        assert (backend_name in message) == (expected == "plain")
 
 
 def test_other_models_are_unchanged():
@@ -311,7 +311,7 @@ def test_other_models_are_unchanged():
 
 
 class PackedLinear(nn.Module):
-    """A layer as GPTQ's and AWQ's libraries make them: packed integers, no ``weight``."""
+    """A layer like those of GPTQ's and AWQ's libraries: packed integers and no ``weight``."""
 
     def __init__(self, inputs, outputs):
         super().__init__()

@@ -1,9 +1,9 @@
 """Models stored in 4 bits (GPTQ and AWQ) are trained with LoRA on a CPU.
 
-The files are packed here, from the formats as they are published: GPTQ's eight numbers along the inputs and its zero
-points less one, https://github.com/AutoGPTQ/AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, v0.7.1);
-AWQ's eight numbers along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, https://github.com/casper-hansen/AutoAWQ
-(awq/utils/packing_utils.py, v0.2.9). What multiplies them is the library gptqmodel.
+The files are packed here, in the published formats: GPTQ packs eight numbers along the inputs and stores zero points
+minus one, https://github.com/AutoGPTQ/AutoGPTQ (auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, v0.7.1); AWQ packs
+eight numbers along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, https://github.com/casper-hansen/AutoAWQ
+(awq/utils/packing_utils.py, v0.2.9). The layers are those of the library gptqmodel.
 """
 
 # I inputs, O outputs, G inputs that share a scale
@@ -31,30 +31,30 @@ LINEAR = "_proj.weight"
 
 
 def packed(numbers, dim, order=range(8)):
-    """Eight numbers of 4 bits in each int32, the first in the lowest bits."""
-    eights = numbers.unflatten(dim, (-1, 8)).movedim(dim + 1, 0)
-    words = sum(eights[entry] << (4 * place) for place, entry in enumerate(order))
+    """Pack eight 4-bit numbers into each int32, the first into the lowest bits."""
+    groups_of_8 = numbers.unflatten(dim, (-1, 8)).movedim(dim + 1, 0)
+    words = sum(groups_of_8[entry] << (4 * place) for place, entry in enumerate(order))
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).contiguous()
 
 
 def quantized(weight, method):
-    """(O, I) to the tensors of a layer, and to the (O, I) that they stand for: 16 steps around a zero point of 8."""
+    """Return the tensors of a quantized layer, and the (O, I) weight that they represent: 16 levels, zero point 8."""
     columns = weight.t().unflatten(0, (-1, G))  # (I / G, G, O)
     scales = (columns.abs().amax(1) / 7).half()
     numbers = (columns / scales[:, None].float()).round().clamp(-8, 7).long() + 8
-    stands_for = ((numbers - 8) * scales[:, None].float()).flatten(0, 1).t()
+    dequantized = ((numbers - 8) * scales[:, None].float()).flatten(0, 1).t()
     zeros, numbers = torch.full(scales.shape, 8), numbers.flatten(0, 1)
     if method == "gptq":
         groups = torch.arange(weight.shape[1]) // G
-        made = {"qweight": packed(numbers, 0), "qzeros": packed(zeros - 1, 1), "g_idx": groups.int()}
+        result = {"qweight": packed(numbers, 0), "qzeros": packed(zeros - 1, 1), "g_idx": groups.int()}
     else:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        made = {"qweight": packed(numbers, 1, order), "qzeros": packed(zeros, 1, order)}
-    return {**made, "scales": scales.contiguous()}, stands_for
+        result = {"qweight": packed(numbers, 1, order), "qzeros": packed(zeros, 1, order)}
+    return {**result, "scales": scales.contiguous()}, dequantized
 
 
 def quantize(folder, method):
-    """The model in ``folder`` anew with packed layers, as such models lie on the hub; layer -> its weight."""
+    """Rewrite the model in ``folder`` with packed layers, as on the hub. Return layer -> the weight it represents."""
     files, weights = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if not name.endswith(LINEAR):
@@ -71,7 +71,7 @@ def quantize(folder, method):
 
 
 def ready(tmp_path, method, **options):
-    """The options of a run over a packed model, and the weights of its layers."""
+    """Return the options of a run with a packed base model, and the weights of its layers."""
     options = make_workspace(
         tmp_path, finetuning_type="lora", learning_rate=1e-2, plot_loss=False, max_steps=6, save_steps=4,
         save_strategy="steps", **options,
@@ -81,7 +81,7 @@ def ready(tmp_path, method, **options):
 
 @pytest.fixture
 def models(monkeypatch):
-    """Every model that a run trains, in order."""
+    """Return the list of models that runs have trained, in order."""
     result = []
     original = build.resize_embeddings
 
@@ -97,7 +97,7 @@ def log_of(folder):
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
-@pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])  # gptqmodel compiles for GPTQ
+@pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])  # gptqmodel compiles kernels for GPTQ
 def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, tmp_path, monkeypatch, models, capfd):
     pytest.importorskip("gptqmodel")
     if method == "gptq":

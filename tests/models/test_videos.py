@@ -31,18 +31,18 @@ LEVEL = 0.02
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A model, its family, its golden rows as burnish makes them and a function that makes collators; each once."""
-    built = {}
+    """Return a function: name -> model, family, golden rows as encoded by burnish, and a collator factory; created once."""
+    cache = {}
 
     def of(name):
-        if name not in built:
-            built[name] = _built(name, tmp_path_factory.mktemp(name))
-        return built[name]
+        if name not in cache:
+            cache[name] = _build(name, tmp_path_factory.mktemp(name))
+        return cache[name]
 
     return of
 
 
-def _built(name, folder):
+def _build(name, folder):
     model, composed = image_models().build(name)
     cases = {gold["case"]: gold for gold in GOLD if gold["family"] == name}
     settings = cases["even"]["settings"]

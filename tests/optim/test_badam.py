@@ -18,7 +18,7 @@ NUM_LAYERS = 3
 
 
 class Layered(nn.Module):
-    """An input, three layers, an output."""
+    """An input layer, three hidden layers and an output layer."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -44,7 +44,7 @@ def optimizer_of(model, **options):
 
 
 def updates(optimizer, model, count):
-    """The layer that changed in each of ``count`` updates."""
+    """Return the layer that changed in each of ``count`` updates."""
     changed = []
     for _ in range(count):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -129,7 +129,7 @@ def test_bfloat16_model_keeps_float32_copies_of_active_block_only():
     assert {t.dtype for t in active} == {torch.float32}
     copies = active[0].clone()
     updates(optimizer, model, 5)
-    assert not torch.equal(active[0], copies)  # steps too small for bfloat16 add up in the copy
+    assert not torch.equal(active[0], copies)  # the float32 copy accumulates steps that are too small for bfloat16
     assert model.layers[0].weight.dtype == torch.bfloat16
     assert torch.equal(model.layers[0].weight, active[0].bfloat16())
     assert before.shape == active[0].shape
@@ -148,7 +148,7 @@ def test_ratio_mode_updates_its_fraction_of_entries(mask):
 
 
 class Tied(Layered):
-    """The output is the embedding over again, as in Qwen2-0.5B: there is no parameter of that name."""
+    """The output layer is tied to the embedding, as in Qwen2-0.5B, so it has no parameter of its own name."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Every available optimizer updates weights, follows the schedule, applies weight decay, and resumes in mid-run with
-equal bits. Those whose library is missing are skipped by name. Then come tests of single families.
+"""Every available optimizer updates weights, follows the schedule, applies weight decay, and resumes bitwise equal.
+Optimizers of missing libraries are skipped. Tests of single families follow.
 """
 
 import itertools
@@ -27,13 +27,13 @@ from burnish.run.plan.plan import RunOptions, component_notes
 pytestmark = pytest.mark.run
 
 OFFERED = [m.name for m in OPTIMIZERS if "refused" not in m.traits]
-HERE = [name for name in OFFERED if not missing_library(name)]
-MISSING = sorted({OPTIMIZERS.get(name).traits["library"] for name in {*OFFERED} - {*HERE}})
+AVAILABLE = [name for name in OFFERED if not missing_library(name)]
+MISSING = sorted({OPTIMIZERS.get(name).traits["library"] for name in {*OFFERED} - {*AVAILABLE}})
 WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantize
 
 
 def options_for(name, **options):
-    """The defaults of every group, as the flat options object has them."""
+    """Return the defaults of every option group in one object."""
     extra = {"finetuning_type": "full", "seed": 1, "learning_rate": 1e-2}
     named = {} if name == "badam" else {"optim": name}
     return RunOptions(**{**extra, **SWITCHES.get(name, {}), **named, **options})
@@ -68,7 +68,7 @@ def forward(model, x):
 
 
 class Training:
-    """A model, an optimizer and a falling learning rate, on batches that are a function of the step."""
+    """A model, an optimizer and a decreasing learning rate. Batches depend on the step only."""
 
     def __init__(self, name, model=None, **options):
         self.model = model or small_model()
@@ -93,7 +93,7 @@ class Training:
 
 
 def through_a_file(state):
-    """Do to a state dict as a checkpoint does: tensors beside JSON, and back."""
+    """Write a state dict as a checkpoint does, tensors and JSON, and read it back."""
     tensors, data = split(state)
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in tensors.values())
     return join(tensors, json.loads(json.dumps(data)))
@@ -104,7 +104,7 @@ def test_optimizers_of_a_library_are_available(library):
     pytest.skip(f"{library} is not installed: its optimizers are not tested")
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_optimizer_updates_weights_and_reduces_the_loss(name):
     training = Training(name)
     before = training.weights()
@@ -116,10 +116,10 @@ def test_optimizer_updates_weights_and_reduces_the_loss(name):
     assert (forward(training.model, x) - 1).square().mean() < first
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_resumed_optimizer_is_bitwise_equal(name):
     whole = Training(name).run(8).weights()
-    stopped = Training(name).run(5)  # in the middle of a block of BAdam, and between new directions of GaLore
+    stopped = Training(name).run(5)  # inside a block of BAdam, and between projection updates of GaLore
     saved, rate = through_a_file(stopped.optimizer.state_dict()), through_a_file(stopped.scheduler.state_dict())
 
     resumed = Training(name, model=small_model(seed=5))
@@ -132,9 +132,9 @@ def test_resumed_optimizer_is_bitwise_equal(name):
     assert all(torch.equal(whole[key], value) for key, value in resumed.run(3).weights().items())
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_optimizer_follows_the_schedule(name):
-    """At a learning rate of zero nothing moves; and the rate it reports is a number, not a tensor."""
+    """With a learning rate of 0, no weight changes. The reported rate is a number, not a tensor."""
     training = Training(name, weight_decay=0.1)
     training.run(2)
     assert [group["lr"] for group in training.optimizer.param_groups] == pytest.approx(
@@ -146,12 +146,12 @@ def test_optimizer_follows_the_schedule(name):
     before = training.weights()
     training.run(1)
     unchanged = [torch.allclose(before[key], value, atol=1e-6) for key, value in training.weights().items()]
-    # Schedule-free: the weights of training are an average, which moves on towards what it averages.
+    # Schedule-free: the training weights are an interpolation that continues to move at a rate of 0.
     assert all(unchanged) or name.startswith("schedule_free")
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_weight_decay_shrinks_matrices(name):
     is_part_of_gradient = name in {"adagrad", "sgd"} or name.startswith("rmsprop")
     strength = 30.0 if is_part_of_gradient else 3.0
@@ -160,9 +160,9 @@ def test_weight_decay_shrinks_matrices(name):
     assert decayed[matrix].norm() < 0.999 * plain[matrix].norm()
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_each_adam_setting_is_used_or_reported_as_unused(name):
-    """A setting moves the weights elsewhere, or a note says that it does not."""
+    """A setting changes the result, or a note says that it has no effect."""
     plain = Training(name).run(8).weights()
     for setting, value in (("adam_beta1", 0.5), ("adam_beta2", 0.6), ("adam_epsilon", 1.0)):
         options = options_for(name, **{setting: value})
@@ -172,7 +172,7 @@ def test_each_adam_setting_is_used_or_reported_as_unused(name):
         assert is_read != (f'"{setting}" has no effect' in notes), setting
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_unsupported_optimizer_argument_is_rejected(name):
     with pytest.raises(UserError, match="invalid optim_args"):
         Training(name, optim_args="no_such_thing=1")
@@ -184,9 +184,9 @@ def test_adafactor_without_the_learning_rate_of_the_run_is_rejected(argument):
         Training("adafactor", optim_args=argument)
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_parameter_without_gradient_is_unchanged(name):
-    """And has no state yet: a router's expert that no token went to."""
+    """It also gets no state yet, as an expert to which the router has sent no token."""
     training = Training(name, weight_decay=0.1)
     training.model["layers"][0].unused = nn.Linear(WIDTH, WIDTH)
     training.optimizer = create_optimizer(
@@ -196,7 +196,7 @@ def test_parameter_without_gradient_is_unchanged(name):
     if hasattr(training.optimizer, "train"):
         training.optimizer.train()
     before = training.weights()
-    after = training.run(8).weights()  # RAdam waits for six
+    after = training.run(8).weights()  # RAdam's warmup takes six steps
     assert torch.equal(after["layers.0.unused.weight"], before["layers.0.unused.weight"])
     assert any(not torch.equal(after[key], before[key]) for key in before)
 
@@ -267,7 +267,7 @@ def test_custom_learning_rate_becomes_a_separate_last_group():
     assert result["layers.0.weight"] == (0.5, 0.1)
     assert result["layers.0.bias"] == (0.25, 0.0)
     assert result["layers.2.weight"] == (1e-2, 0.1)
-    assert optimizer.param_groups[0]["lr"] == 1e-2  # what a log shows
+    assert optimizer.param_groups[0]["lr"] == 1e-2  # the value that is logged
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     optimizer.step()
     scheduler.step()
@@ -275,7 +275,7 @@ def test_custom_learning_rate_becomes_a_separate_last_group():
 
 
 def test_galore_matches_formula():
-    """One step of algorithm 2: AdamW's first step is the sign of R, projected back."""
+    """One step of algorithm 2: the first step of AdamW is the sign of R, projected back."""
     training = Training("galore_adamw", galore_rank=4, galore_scale=0.5, galore_proj_type="std", adam_epsilon=1e-12)
     before = training.weights()["layers.0.weight"]
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -483,13 +483,13 @@ def test_adam_mini_keeps_half_the_state_of_adamw():
         state_sizes[name] = sum(t.nbytes for t in split(optimizer.state_dict())[0].values() if t.numel() > 1)
     weights = sum(p.nbytes for p in small_llama().parameters())
     assert state_sizes["adamw_torch"] == 2 * weights
-    # A number for each token, neuron and head, and two for each bias, the last of which are few in a model of size.
+    # One number per token, neuron and head, and two per bias; biases are few in a large model.
     few = 2 * 20 + 2 * 24 + 16 + 8 + 16 + 4 + 2 + (16 + 8 + 8 + 16)
     assert state_sizes["adam_mini"] == weights + 4 * few
 
 
 def test_second_moments_stay_float32_across_bfloat16_checkpoint():
-    """In bfloat16 a decay of a thousandth is less than half a step: the moments would never fall."""
+    """In bfloat16, a decay by 1/1000 is less than half a rounding step, so the moments would never decrease."""
     model = small_llama().bfloat16()
     optimizer = mini_of(model)
     gradients(model, 0)
@@ -532,7 +532,7 @@ def test_schedule_free_evaluates_averaged_weights():
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in ("adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit") if name in HERE]
+    "name", [name for name in ("adamw_8bit", "lion_8bit", "ademamix_8bit", "rmsprop_bnb_8bit") if name in AVAILABLE]
 )
 @pytest.mark.parametrize("copy", [True, False])
 def test_8_bit_moments_are_saved_once_and_resume_bitwise_equal(name, copy, tmp_path):
@@ -544,8 +544,8 @@ def test_8_bit_moments_are_saved_once_and_resume_bitwise_equal(name, copy, tmp_p
     again.optimizer.load_state_dict(join(load_file(tmp_path / "optimizer.safetensors"), json.loads(json.dumps(data))))
     again.scheduler.load_state_dict(stopped.scheduler.state_dict())
     again.steps = 3
-    ended = again.run(3).weights()
-    assert all(torch.equal(value, ended[key]) for key, value in whole.weights().items())
+    final_weights = again.run(3).weights()
+    assert all(torch.equal(value, final_weights[key]) for key, value in whole.weights().items())
 
 
 def test_embedding_moments_have_32_bits():
@@ -566,7 +566,7 @@ def test_embedding_moments_have_32_bits():
 
 @pytest.mark.skipif(missing_library("stable_adamw") != [], reason="needs torch-optimi")
 def test_stable_adamw_selects_no_triton_kernel_on_cpu():
-    """The library selects its kernels wherever Triton is installed, also without a GPU, and then fails."""
+    """The library selects its kernels if Triton is installed, even without a GPU, and then fails."""
     groups = [{"params": [nn.Parameter(torch.ones(2))]}]
     made = OPTIMIZERS["stable_adamw"](groups, options_for("stable_adamw"))
     assert made.defaults["triton"] is False
