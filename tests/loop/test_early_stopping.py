@@ -21,7 +21,7 @@ def arguments(**changes):
 
 
 def evaluations_until_stop(callback, values, args, name="eval_loss"):
-    """Return the number of evaluations until the stop. The best metric is updated after each callback, as in the loop."""
+    """Return the number of evaluations until the stop. Each callback runs before the best metric is updated."""
     state, control = TrainerState(), TrainerControl()
     callback.on_train_begin(args, state, control)
     for number, value in enumerate(values, 1):

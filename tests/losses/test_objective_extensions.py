@@ -155,7 +155,12 @@ def test_metric_without_counts_is_omitted(tmp_path):
 def test_pending_metrics_of_every_kind_survive_a_checkpoint(tmp_path):
     whole, _ = trained(tmp_path / "a", MetricsObjective(), logging_steps=4, max_steps=4)
     cut, _ = make_run(
-        tmp_path / "b", [regression_run.StopAt(2)], objective=MetricsObjective(), dropout=0.0, logging_steps=4, max_steps=4
+        tmp_path / "b",
+        [regression_run.StopAt(2)],
+        objective=MetricsObjective(),
+        dropout=0.0,
+        logging_steps=4,
+        max_steps=4,
     )
     cut.train()
     from burnish.checkpoint.checkpoint import load

@@ -43,7 +43,7 @@ def cases(*path):
 
 
 def side(name, ld_alpha=None, weights_reference=True):
-    """Return one side of the golden pairs: sums over tokens, with weight ``ld_alpha`` after the shorter response's end."""
+    """Return one side of the golden pairs: sums over tokens, weighted by ``ld_alpha`` after the shorter response."""
 
     def total(pair, model_name):
         logps, shorter = pair[f"{model_name}_{name}"], min(len(pair["policy_chosen"]), len(pair["policy_rejected"]))
@@ -51,7 +51,10 @@ def side(name, ld_alpha=None, weights_reference=True):
         return sum(logps[:shorter]) + alpha * sum(logps[shorter:])
 
     pairs = NUMBERS["pairs"]
-    sums = (tensor([total(pair, model_name) for pair in pairs], dtype=torch.float64) for model_name in ("policy", "reference"))
+    sums = (
+        tensor([total(pair, model_name) for pair in pairs], dtype=torch.float64)
+        for model_name in ("policy", "reference")
+    )
     return Side(*sums, tensor([float(len(pair[f"policy_{name}"])) for pair in pairs], dtype=torch.float64))
 
 
@@ -136,7 +139,8 @@ def test_kto_losses_match_trl_and_llamafactory(peer):
         z = mismatched_sums.mean().clamp(min=0) * (requested.get("loss_type") != "apo_zero_unpaired")
         assert z.item() == pytest.approx(case["metrics"]["kl"], rel=TOLERANCE)
         losses = kto(ratio, is_desirable, z, beta, tuple(weights))
-        # LLaMA-Factory divides the likelihood of the chosen responses by their number and multiplies by that of the records.
+        # LLaMA-Factory divides the likelihood of the chosen responses by their number and multiplies it by that of the
+        # records.
         ftx = -requested.get("pref_ftx", 0.0) * means[is_desirable].mean()
         assert (losses.mean() + ftx).item() == pytest.approx(case["loss"], rel=TOLERANCE) or requested.get("pref_ftx")
 

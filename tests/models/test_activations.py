@@ -112,7 +112,9 @@ def test_offloaded_activations_return_and_weights_stay():
 def test_checkpointing_with_offload_moves_only_layer_inputs():
     model, every = llama(), llama()
     checkpoint_activations(model, None)
-    inputs_offloaded, all_offloaded = (CountingOffload(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every))
+    inputs_offloaded, all_offloaded = (
+        CountingOffload(each, torch.device("cpu"), smallest=2 * 24 * 32 * 4) for each in (model, every)
+    )
     plain = trained(every, all_offloaded.forward())
     result = trained(model, inputs_offloaded.forward())
     assert all(torch.equal(plain[name], result[name]) for name in plain)

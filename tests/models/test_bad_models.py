@@ -37,7 +37,7 @@ def change_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-# --- location ----------------------------------------------------------------------------------------------------
+# --- location ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [None, "", "  "])
@@ -125,7 +125,7 @@ def test_every_missing_adapter_is_named(tmp_path):
     assert 'adapter_name_or_path "' in str(caught.value)
 
 
-# --- config and tokenizer -----------------------------------------------------------------------------------------------------
+# --- config and tokenizer ---------------------------------------------------------------------------------------------
 
 
 def test_invalid_config_is_reported_with_line_and_column(tmp_path):
@@ -318,7 +318,7 @@ def test_missing_or_empty_tokenizer_is_rejected(content, expected, tmp_path):
     assert len(str(caught.value).splitlines()) == 2
 
 
-# --- weights ----------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_truncated_weight_file_is_reported_with_its_size(tmp_path):

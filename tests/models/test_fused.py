@@ -108,7 +108,8 @@ def test_fused_model_gives_losses_and_gradients_of_plain_model(family: str, coun
     for model in (plain, fused):
         model(input_ids=ids, labels=ids).loss.backward()
     for mine, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert distance(mine.grad, theirs.grad) < 1e-5  # each is a sum over 30 positions of values that are rounded at 1e-7
+        # Each is a sum over 30 positions of values that are rounded at 1e-7.
+        assert distance(mine.grad, theirs.grad) < 1e-5
 
 
 def test_composed_activation_is_fused_and_more_accurate_in_bfloat16() -> None:
@@ -237,7 +238,7 @@ def test_other_convolutions_are_not_patched() -> None:
     assert not patch_forwards(nn.Sequential(nn.Conv2d(3, 6, 3, stride=3, padding="valid")), device=torch.device("cpu"))
 
 
-# --- rotary embeddings of a vision tower -------------------------------------------------------------------------------
+# --- rotary embeddings of a vision tower ------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):

@@ -1,4 +1,4 @@
-"""Every vision model family: flat or padded batches in any row order give the results of transformers for single rows."""
+"""Vision model families: flat or padded batches in any row order give the results of transformers for single rows."""
 
 import itertools
 

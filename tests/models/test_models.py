@@ -46,7 +46,7 @@ def logits(model):
         return model(token_ids()).logits
 
 
-# --- loading --------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, "mixtral"])
@@ -143,7 +143,7 @@ def test_new_special_tokens_is_an_alias_of_add_special_tokens():
     assert parsed.add_special_tokens == ["<a>", "<b>"]
 
 
-# --- the tokenizer --------------------------------------------------------------------------------------------------
+# --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_pads_right_and_reads_no_weights(tmp_path):
@@ -198,7 +198,7 @@ def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):
     assert check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True)) == []
 
 
-# --- parameter counts and context length -------------------------------------------------------------------------------------------------------
+# --- parameter counts and context length ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -266,7 +266,7 @@ def test_8_bit_weights_are_checked_for_non_finite_values(dtype):
     assert find_non_finite(model) == ["weight"]
 
 
-# --- checkpointing and precision ------------------------------------------------------------------------------------
+# --- checkpointing and precision --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}, {"selective": True}, {"offload": True}])
@@ -307,7 +307,7 @@ def test_full_training_updates_all_weights_in_float32_and_keeps_ties():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-# --- saving ---------------------------------------------------------------------------------------------------------
+# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def tensors_in(folder):

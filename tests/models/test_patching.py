@@ -153,7 +153,7 @@ def test_patches_are_counted_by_target_and_reason() -> None:
     assert message == ["16 forward methods: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 
-# --- patches of a run ---------------------------------------------------------------------------------------------------------
+# --- patches of a run -------------------------------------------------------------------------------------------------
 
 RUNS = {
     "full": {"finetuning_type": "full"},
@@ -176,7 +176,7 @@ def planned(folder: Path, **options: object) -> Plan:
 def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patches that depend on the structure are counted in advance; those that depend on the weights are only possible."""
+    """Patches that depend on the structure are counted in advance; those that depend on the weights are listed as possible."""
     argv = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
     assert main(["explain", *argv]) == 0
     explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # join wrapped lines

@@ -47,7 +47,7 @@ def rows_of_a_tree(seed=0, num=9):
     return [*made, row(tokens(12), 5)]
 
 
-# --- selected tokens -----------------------------------------------------------------------------------------------------
+# --- selected tokens --------------------------------------------------------------------------------------------------
 
 
 def test_common_prefix_of_two_rows_becomes_a_shared_segment():
@@ -164,7 +164,8 @@ def test_step_matches_full_computation_in_every_family(family):
 def test_step_matches_full_computation_for_any_rows(seed):
     draw = random.Random(seed)
     tree = rows_of_a_tree(seed, num=draw.randint(2, 20))
-    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]  # some rows are longer than 384
+    # Some rows are longer than 384 tokens.
+    whole = [row(one["input_ids"] * draw.randint(1, 9), len(one["input_ids"]) - 1) for one in tree]
     for one in whole:
         for place in range(draw.randint(0, len(one["labels"])), len(one["labels"])):
             one["labels"][place] = IGNORE_INDEX

@@ -245,7 +245,7 @@ def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-# --- rejected options --------------------------------------------------------------------------------------------------
+# --- rejected options -------------------------------------------------------------------------------------------------
 
 
 def options(**overrides):

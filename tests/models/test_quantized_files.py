@@ -97,7 +97,8 @@ def log_of(folder):
     return json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
-@pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])  # gptqmodel compiles kernels for GPTQ
+# gptqmodel compiles kernels for GPTQ.
+@pytest.mark.parametrize("method", [pytest.param("gptq", marks=pytest.mark.slow), "awq"])
 def test_prequantized_model_trains_resumes_generates_and_loads_in_peft(method, tmp_path, monkeypatch, models, capfd):
     pytest.importorskip("gptqmodel")
     if method == "gptq":

@@ -31,7 +31,7 @@ LEVEL = 0.02
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Return a function: name -> model, family, golden rows as encoded by burnish, and a collator factory; created once."""
+    """Return a function of a name: model, family, golden rows encoded by burnish, and a collator factory, cached."""
     cache = {}
 
     def of(name):
