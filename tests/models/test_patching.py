@@ -176,7 +176,7 @@ def planned(folder: Path, **options: object) -> Plan:
 def test_explain_lists_the_patches_of_the_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Patches that depend on the structure are counted in advance; those that depend on the weights are listed as possible."""
+    """Patches that depend on the structure are counted in advance; others are listed as possible."""
     argv = as_arguments(make_workspace(tmp_path, max_steps=1, save_strategy="no", **RUNS[name]))
     assert main(["explain", *argv]) == 0
     explained = re.sub(r"\n {12,}", " ", capsys.readouterr().out.split("\n\n")[0])  # join wrapped lines
