@@ -428,7 +428,7 @@ EXCEPTIONS = {
     "models/patches/fused.py": "stand_in is made there, to be asked",
     "kernels/probe.py": "the mode of each module is given back",
     "models/load.py": "a model that was just made is given its generation config",
-    "trainer/methods/loss.py": "a hook for one forward pass, removed after it",
+    "trainer/data/outputs.py": "a hook for one forward pass, removed after it",
     "trainer/trl/rollouts/attributes.py": "options that a script changes",
     "trainer/seq2seq.py": "a generation config that the arguments name",
     "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
