@@ -89,7 +89,7 @@ def test_pair_losses_match_trl(case):
 def test_pair_losses_match_llamafactory(case):
     requested = case["settings"]
     # It weights the tokens beyond the shorter response only under the policy; burnish under both models.
-    pairs = pairs_of(requested.get("ld_alpha"), reference_too=False)
+    pairs = pairs_of(requested.get("ld_alpha"), weights_reference=False)
     shape = LossConstants(requested["pref_beta"], requested["dpo_label_smoothing"], requested["simpo_gamma"])
     losses = PAIR_LOSSES[requested["pref_loss"]].of(pairs, shape)
     if weight := requested["pref_bco_weight"]:
