@@ -76,9 +76,7 @@ def test_first_step_of_a_generation_logs_rewards_lengths_and_times(finished_run)
     assert log[0]["clip_ratio/region_mean"] == 0  # the first step is on-policy
 
 
-@pytest.mark.parametrize(
-    "stopped", [1, 3, 4]
-)  # inside a generation, in its second iteration, and between two generations
+@pytest.mark.parametrize("stopped", [1, 3, 4])  # within a generation, in its second iteration, and between two
 def test_run_resumed_inside_a_generation_gives_the_same_weights(finished_run, tmp_path, stopped):
     folder, run = finished_run
     out = tmp_path / "out"
