@@ -99,18 +99,18 @@ def test_four_processes_give_weights_of_one_and_their_checkpoint_resumes_on_one(
 
 
 # The FSDP settings of LLaMA-Factory's two accelerate configs.
-OF_ACCELERATE = {
+ACCELERATE_SETTINGS = {
     "FSDP1": {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False, "fsdp_offload_params": True,
               "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True, "fsdp_use_orig_params": False},
     "FSDP2": {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True, "fsdp_version": 2},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", OF_ACCELERATE)
+@pytest.mark.parametrize("version", ACCELERATE_SETTINGS)
 def test_two_processes_of_accelerate_launch_give_weights_of_one(version, alone, tmp_path):
     folder, four = alone
     sharding = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_state_dict_type": "FULL_STATE_DICT", **OF_ACCELERATE[version]}  # fmt: skip
+                "fsdp_state_dict_type": "FULL_STATE_DICT", **ACCELERATE_SETTINGS[version]}  # fmt: skip
     file = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": sharding,
             "machine_rank": 0, "mixed_precision": "no", "num_machines": 1, "num_processes": 2, "main_process_port": 0,
             "rdzv_backend": "static", "use_cpu": False}  # fmt: skip

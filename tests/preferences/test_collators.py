@@ -49,12 +49,12 @@ KINDS = {"DPOTrainer": collate_pairs, "KTOTrainer": collate_labelled, "RewardTra
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trl_padding_collator_learns_the_same_as_burnish_rows(kind, folder, tmp_path):
+def test_batches_of_a_trl_padding_collator_train_like_burnish_rows(kind, folder, tmp_path):
     own = losses(make(kind, folder / "model", tmp_path / "own"))
     assert losses(make(kind, folder / "model", tmp_path / "its", trainer_args={"data_collator": KINDS[kind]})) == own
 
 
-def test_collator_changes_are_learned(folder, tmp_path):
+def test_changes_of_a_collator_are_trained(folder, tmp_path):
     def swapped(rows):
         return collate_pairs(
             [{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows]

@@ -25,8 +25,8 @@ Flat = union("Flat", KtoOptions, LmOptions, PreferenceOptions, PatchOptions)
 LOSS = 1e-4  # relative: float32 sums of some hundred log-probabilities in another order, through AdamW
 NORM = 2e-5
 RATE = 1e-3
-OF_LLAMAFACTORY = ["rm", "dpo_sigmoid", "dpo_sigmoid_lora_adapter", "dpo_sigmoid_reference_ftx", "orpo", "simpo"]
-OF_TRL = [
+LLAMAFACTORY_CASES = ["rm", "dpo_sigmoid", "dpo_sigmoid_lora_adapter", "dpo_sigmoid_reference_ftx", "orpo", "simpo"]
+TRL_CASES = [
     name
     for name, case in golden().get("runs", {}).get("trl", {}).items()
     if case["settings"]["trainer"] == "DPOTrainer"
@@ -54,7 +54,7 @@ def assert_same(case, logs, norms, steps=5):
                 assert norms[name.replace(".default", "")] == pytest.approx(norm, rel=NORM), name
 
 
-@pytest.mark.parametrize("name", representative_slow(OF_LLAMAFACTORY, ("rm", "dpo_sigmoid")))
+@pytest.mark.parametrize("name", representative_slow(LLAMAFACTORY_CASES, ("rm", "dpo_sigmoid")))
 def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]
     options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
@@ -70,7 +70,7 @@ def test_first_step_baseline_matches_llamafactory(folder, monkeypatch):
     assert_same(case, *run(folder, monkeypatch, **options), steps=1)
 
 
-@pytest.mark.parametrize("name", representative_slow(OF_TRL, ("dpo_sigmoid", "dpo_mpo")))
+@pytest.mark.parametrize("name", representative_slow(TRL_CASES, ("dpo_sigmoid", "dpo_mpo")))
 def test_five_steps_match_trl(name, folder, monkeypatch):
     case = golden()["runs"]["trl"][name]
     requested = case["settings"]

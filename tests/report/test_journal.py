@@ -228,7 +228,7 @@ def test_values_are_written_as_yaml_reads_them():
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})
 
 
-def test_json_explanation_matches_terminal_and_marks_learned_tokens(workspace, capsys):
+def test_json_explanation_matches_terminal_and_marks_trained_tokens(workspace, capsys):
     assert main(["explain", "run.yaml", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"]["total"] == 10

@@ -65,7 +65,7 @@ def test_policy_with_a_value_head_generates_text(finished_run, name):
     assert writes_answers(serving_of([str(run / name)]).options)
 
 
-def test_policy_is_no_reward_model(finished_run):
+def test_policy_is_rejected_as_a_reward_model(finished_run):
     _, run = finished_run
     with pytest.raises(UserError, match="it is not a reward model"):
         load_reward_model(str(run))

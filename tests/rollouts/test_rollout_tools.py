@@ -99,7 +99,7 @@ def trained(folder, turns, tools=(add, slow), rewards=variety, **options):
     return trainer, source
 
 
-def test_tool_calls_are_executed_and_results_are_not_learned(folder):
+def test_tool_calls_are_executed_and_results_are_not_trained(folder):
     recorded = {}
 
     def sees(completions, completion_ids, **_):
@@ -527,7 +527,7 @@ def test_rollout_function_that_cannot_be_called_is_rejected(folder, function, me
         trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": function})
 
 
-def test_value_of_a_rollout_function_that_is_no_list_is_passed_for_each_completion(folder):
+def test_non_list_value_of_a_rollout_function_is_passed_for_each_completion(folder):
     seen = []
 
     def rollout(prompts, trainer):

@@ -221,7 +221,7 @@ def test_missing_library_of_a_named_reward_is_reported_by_the_trainer(folder, no
         ("some/model", 'reward_model "some/model" is not a local folder, is not in the Hub'),
     ],
 )  # fmt: skip
-def test_trainer_rejects_a_name_that_is_no_reward(folder, monkeypatch, name, message):  # noqa: F811
+def test_trainer_rejects_an_unknown_reward_name(folder, monkeypatch, name, message):  # noqa: F811
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError) as error:
         trainer_of(folder, rewards=[name])

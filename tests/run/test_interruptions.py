@@ -85,7 +85,7 @@ def killed(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_run_that_early_stopping_ended_stays_ended_after_a_kill(
+def test_early_stopped_run_is_not_continued_after_a_kill(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is killed after the checkpoint of the last step, before the model is written."""
@@ -110,7 +110,7 @@ def test_run_that_early_stopping_ended_stays_ended_after_a_kill(
     assert "Stopped after step 8 of 10" in read_output(capsys)[0]
 
 
-def test_run_that_another_callback_ended_trains_further(
+def test_run_stopped_by_another_callback_trains_further(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:

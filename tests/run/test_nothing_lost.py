@@ -279,7 +279,7 @@ def request_to_closed_port(*args: Any, **kwargs: Any) -> None:
     import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0]).get("http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "nobody answers"])
+@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "no server"])
 def test_failed_upload_after_export_reports_the_export_folder(
     is_offline: bool, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,7 +246,7 @@ def test_signal_saves_checkpoint_and_same_command_resumes(tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
-def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, capsys):
+def test_dataset_without_trained_tokens_is_rejected_before_writing(tmp_path, capsys):
     options = make_workspace(tmp_path)
     empty = [{"instruction": "Add", "input": "", "output": ""}] * 5
     (tmp_path / "data.json").write_text(json.dumps(empty))

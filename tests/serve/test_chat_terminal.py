@@ -293,7 +293,7 @@ def of_part(part: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_file_that_is_no_conversation_is_reported(record: Any, expected: str, tmp_path: Path) -> None:
+def test_file_without_a_conversation_is_reported(record: Any, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record))
     talk, _, out = talk_of()
     talk.take("One?")

@@ -242,9 +242,7 @@ def test_json_schema_response_matches_the_schema(real: Real) -> None:
 
 @pytest.mark.parametrize("stop", ["{", '"', ":"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
-    real: Real, stop: str, stream: bool
-) -> None:
+def test_constrained_response_truncated_by_a_stop_string_is_not_complete(real: Real, stop: str, stream: bool) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     result = real.client.chat.completions.create(
@@ -254,7 +252,7 @@ def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
     assert last.finish_reason == "length"
 
 
-def test_a_stop_token_that_cuts_a_constrained_response_short_is_no_end_of_it(real: Real) -> None:
+def test_constrained_response_truncated_by_a_stop_token_is_not_complete(real: Real) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     quote = [

@@ -114,7 +114,7 @@ def test_output_dir_of_the_command_line_gets_the_results(runs_folder: Path, tmp_
     assert len(lines(tmp_path / "there/generated_predictions.jsonl")) == 3
 
 
-def test_dataset_of_the_command_line_is_predicted_whole(runs_folder: Path, tmp_path: Path) -> None:
+def test_dataset_of_the_command_line_is_predicted_entirely(runs_folder: Path, tmp_path: Path) -> None:
     """The training run held out three rows of its dataset; this dataset has only three rows."""
     (tmp_path / "mine.json").write_text(json.dumps([{"instruction": "Say red", "output": "red"}] * 3))
     argv = ["dataset=mine.json", "max_new_tokens=2", "save_dir=whole"]
@@ -294,7 +294,7 @@ def test_options_without_effect_on_predictions_are_reported(
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_training_config_of_each_stage_stands_for_its_run(
+def test_training_config_of_each_stage_selects_its_run(
     all_runs: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(all_runs)

@@ -95,7 +95,7 @@ def test_learned_positions_are_recognized(family):
     assert num_positions(bert) == 40
 
 
-def test_warnings_point_at_the_script_and_not_at_burnish(tmp_path):
+def test_warnings_point_to_the_script_and_not_to_burnish(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         burnish.SFTConfig(str(tmp_path), warmup_ratio=0.1)

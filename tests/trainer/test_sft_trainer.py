@@ -83,7 +83,7 @@ CHATS = [{"messages": chat(f"Say {n}", "a " * n, "More", "b " * n)} for n in ran
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_text_ends_with_one_eos_and_is_learned_entirely(tmp_path):
+def test_text_ends_with_one_eos_and_is_trained_entirely(tmp_path):
     eos = tokenizer().eos_token
     rows = make(tmp_path, [{"text": "one two"}, {"text": "three" + eos}]).train_dataset
     for row, text in zip(rows, ("one two", "three"), strict=True):
@@ -91,7 +91,7 @@ def test_text_ends_with_one_eos_and_is_learned_entirely(tmp_path):
         assert row["labels"] == row["input_ids"]
 
 
-def test_only_completion_and_eos_of_prompt_completion_are_learned(tmp_path):
+def test_only_completion_and_eos_of_prompt_completion_are_trained(tmp_path):
     row = make(tmp_path, PAIRS).train_dataset[1]
     assert text_of(row["labels"]) == PAIRS[1]["completion"] + tokenizer().eos_token
     whole = make(tmp_path, PAIRS, completion_only_loss=False).train_dataset[1]
@@ -115,7 +115,7 @@ def test_assistant_tokens_are_located_with_and_without_template_masks(tmp_path):
         assert message == "a a <|im_end|>b b <|im_end|>"
 
 
-def test_conversational_completion_is_learned_where_both_masks_allow(tmp_path):
+def test_conversational_completion_is_trained_where_both_masks_allow(tmp_path):
     pairs = [{"prompt": chat("Hi", "Ho", "Again"), "completion": [{"role": "assistant", "content": "Yes"}]}]
     both = make(tmp_path, pairs, assistant_only_loss=True).train_dataset[0]
     assert text_of(both["labels"]) == "Yes<|im_end|>"
@@ -153,7 +153,7 @@ def test_template_arguments_of_a_row_affect_assistant_masks(tmp_path):
     assert [text_of(row["labels"]) for row in made] == ["Ho!<|im_end|>", "Ho<|im_end|>"]
 
 
-def test_row_without_learned_tokens_is_dropped_and_counted(tmp_path, library_log):
+def test_row_without_trained_tokens_is_dropped_and_counted(tmp_path, library_log):
     pairs = [{"prompt": "long " * 40, "completion": "x"}, *PAIRS]
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
@@ -595,7 +595,7 @@ def test_row_of_different_type_is_shown(tmp_path, rows, message):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_dataset_without_learned_tokens_after_truncation_is_rejected(tmp_path, packing):
+def test_dataset_without_trained_tokens_after_truncation_is_rejected(tmp_path, packing):
     long = [{"prompt": "word " * 50, "completion": "end"}] * 3
     with pytest.raises(
         ValueError, match=r"No examples of the train dataset are left to train on\. Increase `max_length`"

@@ -170,7 +170,7 @@ def test_right_padded_batch_is_flattened():
         {"position_ids": torch.zeros(2, 4, dtype=torch.long)},
         {"labels": None},
     ],
-    ids=["left", "hole", "packed", "learned padding", "positions", "no labels"],
+    ids=["left padding", "gap", "packed", "trained padding", "positions", "no labels"],
 )
 def test_other_batch_is_unchanged(change):
     batch = {**padded_batch(), **change}

@@ -112,7 +112,7 @@ def test_preference_images_are_in_the_prompt(folder, tmp_path):
     KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=verdicts).train()
 
 
-def test_learning_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):
+def test_training_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):
     records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
     trainer = SFTTrainer(
         str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_dict(records)

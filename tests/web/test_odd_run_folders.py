@@ -234,7 +234,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def test_reason_of_an_unreadable_folder_is_told(root: Path, odd: dict[str, Path]) -> None:
+def test_reason_of_an_unreadable_folder_is_shown(root: Path, odd: dict[str, Path]) -> None:
     read = {name: read_run(odd[name]) for name in odd}
     state, torn = read["state with a number of too many digits"], read["outcome is torn"]
     assert state is not None
