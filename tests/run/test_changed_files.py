@@ -278,7 +278,7 @@ def stage_copy(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.usefixtures("own_stage")
+@pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize("part", representative_slow(WITHIN, 4))
 def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
@@ -291,7 +291,7 @@ def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pyte
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
-@pytest.mark.usefixtures("own_stage")
+@pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize(
     "option",
     representative_slow(FILE_OPTIONS, ("reward_funcs", "dataset", "model_name_or_path", "ref_model", "template")),
