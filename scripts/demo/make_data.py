@@ -1,9 +1,9 @@
-"""Make the instruction set of the demo: training rows, held-out rows, pairs of answers, and the file that names them.
+"""Create the instruction datasets of the demo: training rows, held-out rows, and preference pairs.
 
-Out come `train.jsonl` and `heldout.jsonl` (one object per line with "instruction", "input" and "output"), `pairs.jsonl`
-and `pairs_heldout.jsonl` (the right answer "chosen", the answer to another question of its kind "rejected") and
-`dataset_info.json`. A held-out row asks something that no training row asks in any wording or order; the script counts
-the leaks and refuses to write when there is one. The same seed gives the same bytes.
+Written are `train.jsonl` and `heldout.jsonl` (one object per line with "instruction", "input" and "output"),
+`pairs.jsonl` and `pairs_heldout.jsonl` ("chosen" is the correct response, "rejected" that to another question of the
+task) and `dataset_info.json`. No held-out problem is in the training rows, in any wording or order; otherwise the
+script fails. The same seed gives the same bytes.
 
 Run: python scripts/demo/make_data.py [--output FOLDER] [--seed 0]
 """
@@ -17,9 +17,9 @@ from random import Random
 from tasks import TASKS, Task, is_held_out, listed_word
 
 DATA_FOLDER = Path(__file__).parents[2] / "src" / "burnish" / "demo" / "data"
-TRAIN_ROWS, HELD_OUT_ROWS = 500, 25  # of each task
-PAIRS = 100  # of each task, of its first training rows
-DRAWS = 40_000  # of each task, before repetitions are dropped: enough to fill both sets where the task can
+TRAIN_ROWS, HELD_OUT_ROWS = 500, 25  # per task
+PAIRS = 100  # per task, from its first training rows
+DRAWS = 40_000  # per task, before duplicates are dropped; enough to fill both sets if the task has enough problems
 QUESTION = {"prompt": "instruction", "query": "input"}
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 PAIR_COLUMNS = {**QUESTION, "chosen": "chosen", "rejected": "rejected"}
@@ -28,38 +28,38 @@ Row = dict[str, str]
 
 
 def task_rows(task: Task, random: Random) -> tuple[list[Row], list[Row], set[str], set[str]]:
-    """Different rows of one task: those to train on, those held out, and the keys of the problems of each."""
+    """Return distinct rows of a task: training rows, held-out rows, and the keys of their problems."""
     rows: dict[bool, list[Row]] = {False: [], True: []}
     keys: dict[bool, set[str]] = {False: set(), True: set()}
-    wanted = {False: TRAIN_ROWS, True: HELD_OUT_ROWS}
+    max_rows = {False: TRAIN_ROWS, True: HELD_OUT_ROWS}
     asked = set()
     for _ in range(DRAWS):
         problem = task.draw(random, partial(listed_word, random))
         question = random.choice(task.questions)
         held_out = is_held_out(problem.key)
-        instruction, given = (text.format(**problem.fields) for text in question)
-        if len(rows[held_out]) < wanted[held_out] and (instruction, given) not in asked:
-            asked.add((instruction, given))
-            rows[held_out].append({"instruction": instruction, "input": given, "output": problem.answer})
+        instruction, input_text = (text.format(**problem.fields) for text in question)
+        if len(rows[held_out]) < max_rows[held_out] and (instruction, input_text) not in asked:
+            asked.add((instruction, input_text))
+            rows[held_out].append({"instruction": instruction, "input": input_text, "output": problem.answer})
             keys[held_out].add(problem.key)
     return rows[False], rows[True], keys[False], keys[True]
 
 
 def task_pairs(rows: list[Row]) -> list[Row]:
-    """Rows of one task, each with the next answer among them that is another one: as wrong as it looks right."""
+    """Return pairs for the rows of a task. The rejected response is the next different response of the task."""
     pairs = []
-    for at, row in enumerate(rows):
-        wrong = next(other["output"] for other in rows[at + 1 :] + rows[:at] if other["output"] != row["output"])
+    for index, row in enumerate(rows):
+        wrong = next(other["output"] for other in rows[index + 1 :] + rows[:index] if other["output"] != row["output"])
         question = {name: row[name] for name in QUESTION.values()}
         pairs.append({**question, "chosen": row["output"], "rejected": wrong})
     return pairs
 
 
 def make_data(seed: int) -> dict[str, list[Row]]:
-    """Training rows and pairs in a shuffled order, held-out rows and pairs in the order of the tasks.
+    """Return shuffled training rows and pairs, and held-out rows and pairs in the order of the tasks.
 
     Raises:
-        ValueError: if a problem stands on both sides of the split.
+        ValueError: if a problem is on both sides of the split.
     """
     random = Random(seed)
     train, held_out, pairs, held_out_pairs = [], [], [], []

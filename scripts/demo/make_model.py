@@ -1,13 +1,13 @@
-"""Make the demo's base model: a small Llama, pretrained on plain statements that the script invents as it goes.
+"""Create the demo's base model: a small Llama, pretrained on generated plain statements.
 
-It reads the tokenizer, and writes config.json, generation_config.json and model.safetensors (bfloat16) beside it. The
-statements come from `tasks.py`: the facts and the skills of the demo, but no question, no chat marker, and no held-out
-problem other than the opposites. So the base model does not know how to answer, and learns it fast. First the
-statements are plain, then buried in idle words: after plain ones alone it knew every skill as well, and forgot a part
-of them while it was fine-tuned.
+It reads the tokenizer, and writes config.json, generation_config.json and model.safetensors (bfloat16) next to it. The
+statements come from `tasks.py`: they contain the facts and skills of the demo, but no questions, no chat tokens, and no
+held-out problems except opposites. So the base model cannot answer questions, but learns to quickly. First the
+statements are plain, then filler words are inserted: a model pretrained on plain statements only has the same skills,
+but loses some of them in fine-tuning.
 
-The seed fixes the text and the start; the last digits of the weights still depend on the processor and on the
-number of threads. About 10 minutes on two CPU cores.
+The seed determines the text and the initial weights; the last digits of the weights also depend on the processor and
+the number of threads. It takes about 10 minutes on two CPU cores.
 
 Run: python scripts/demo/make_model.py [--output FOLDER] [--steps 1200] [--buried-steps 250] [--threads 2] [--seed 0]
 """
@@ -20,58 +20,58 @@ from random import Random
 
 import torch
 from make_tokenizer import END_OF_TEXT, MAX_TOKENS, MODEL_FOLDER, TURN_END
-from tasks import TASKS, buried, invented_word, is_held_out
+from tasks import TASKS, invented_word, is_held_out, with_filler_words
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# B statements in a micro-batch, T tokens in the longest of them
+# B: statements in a micro-batch, T: tokens in the longest of them
 STATEMENTS_PER_STEP = 128
-MICRO_BATCHES = 4  # statements of like length go together, which saves half of the padding
+MICRO_BATCHES = 4  # statements of similar length are batched, which halves the padding
 WARMUP_STEPS = 50
 PLAIN_STEPS, BURIED_STEPS = 1200, 250
 PLAIN_RATE, BURIED_RATE = 3e-3, 2e-3
 SEED_OF_BURIED = 77
 IGNORE_INDEX = -100
 
-Statement = tuple[list[int], list[int]]  # token ids of what is given, and of what follows from it
+Statement = tuple[list[int], list[int]]  # token ids of the prompt and of its completion
 
 
 def draw_statement(random: Random, tokenizer: PreTrainedTokenizerFast, depth: float) -> Statement:
-    """One true sentence about a problem that is not held out, buried to a depth, and cut where its answer begins."""
+    """Return a true statement about a problem that is not held out, split before its answer."""
     task = random.choice(TASKS)
     problem = task.draw(random, partial(invented_word, random))
     if task.name != "opposite" and is_held_out(problem.key):
         return draw_statement(random, tokenizer, depth)
     before, after = random.choice(task.statements).split(" {answer}")
-    given = buried(random, before, depth).format(**problem.fields)
-    # A space before a word belongs to the word, for the tokenizer; a line break does not.
-    cut = len(given.removesuffix(" "))
-    return tokenizer.encode(END_OF_TEXT + given[:cut]), tokenizer.encode(f"{given[cut:]}{problem.answer}{after}\n")
+    prompt = with_filler_words(random, before, depth).format(**problem.fields)
+    # The tokenizer joins a space with the following word, but not a line break.
+    cut = len(prompt.removesuffix(" "))
+    return tokenizer.encode(END_OF_TEXT + prompt[:cut]), tokenizer.encode(f"{prompt[cut:]}{problem.answer}{after}\n")
 
 
 def collate(statements: list[Statement], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Pad statements at the right.
+    """Pad statements on the right.
 
-    Only what follows from the given part is learned: the given part is random letters and numbers, and a loss on them
-    is noise. With it, the same skills took more than ten times as many steps.
+    Only completions are trained. Prompts are random letters and numbers, whose loss is noise; training on them took
+    more than ten times as many steps for the same skills.
 
     Returns:
         input_ids: (B, T) token ids.
-        labels: (B, T) token ids, IGNORE_INDEX where nothing is learned.
+        labels: (B, T) token ids, IGNORE_INDEX for prompts and padding.
     """
-    longest = max(len(given) + len(follows) for given, follows in statements)
+    longest = max(len(prompt) + len(completion) for prompt, completion in statements)
     input_ids = torch.full((len(statements), longest), pad_id)
     labels = torch.full((len(statements), longest), IGNORE_INDEX)
-    for row, (given, follows) in enumerate(statements):
-        end = len(given) + len(follows)
-        input_ids[row, :end] = torch.tensor(given + follows)
-        labels[row, len(given) : end] = torch.tensor(follows)
+    for row, (prompt, completion) in enumerate(statements):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor(prompt + completion)
+        labels[row, len(prompt) : end] = torch.tensor(completion)
     return input_ids, labels
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """The untrained model: 3.2 million parameters."""
+    """Return the untrained model with 3.2 million parameters."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -92,7 +92,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def backward_of_step(model: LlamaForCausalLM, statements: list[Statement], pad_id: int) -> float:
     """Add the gradient of the mean loss over the labels of one step, and return that mean in nats."""
     statements = sorted(statements, key=lambda parts: len(parts[0]) + len(parts[1]))
-    num_labels = sum(len(follows) for _, follows in statements)
+    num_labels = sum(len(completion) for _, completion in statements)
     mean_loss = 0.0
     for first in range(0, len(statements), STATEMENTS_PER_STEP // MICRO_BATCHES):
         input_ids, labels = collate(statements[first : first + STATEMENTS_PER_STEP // MICRO_BATCHES], pad_id)
@@ -109,10 +109,10 @@ def backward_of_step(model: LlamaForCausalLM, statements: list[Statement], pad_i
 def pretrain(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, steps: int, depth: float, rate: float
 ) -> None:
-    """Muon on the matrices of the layers and AdamW on the rest; a warm-up, a plateau, and a line down to zero.
+    """Train with Muon on matrices of layers and AdamW on the rest; the rate has warmup, plateau and linear decay.
 
     Args:
-        depth: how buried in idle words the statements are, from 0 (plain) to 1.
+        depth: rate of inserted filler words, from 0 (none) to 1.
         rate: the learning rate of the plateau.
     """
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
@@ -140,7 +140,7 @@ def pretrain(
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save the weights in bfloat16, with greedy generation that stops where a turn or a document ends."""
+    """Save the weights in bfloat16, with a config for greedy generation that stops at the end of a turn or document."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         max_new_tokens=32,

@@ -1,11 +1,11 @@
-"""Make the tokenizer of the demo model, with its chat template.
+"""Create the tokenizer of the demo model, with its chat template.
 
-The vocabulary is every byte, the words of the tasks' sentences, and three control tokens; the only merges are those of
-words of two characters. A word of an instruction is therefore one token, and every other word is spelled in letters,
-digits and bytes: a model of a few million parameters can reverse "lamp" only when it sees four letters. Any text is
-representable, so a data file of one's own works too, at one token per byte.
+The vocabulary consists of all bytes, the words of the tasks' sentences, and three special tokens; the only merges are
+those of words with two characters. So a word of an instruction is one token, and every other word is one token per
+byte: a model with a few million parameters can reverse "lamp" only if it sees four letters. Any text can be encoded, so
+other datasets work as well, with one token per byte.
 
-The pre-tokenizer is that of Llama 3, the one for which llama.cpp reads whole words without merges (``ignore_merges``).
+The pre-tokenizer is that of Llama 3, for which llama.cpp supports entire words without merges (``ignore_merges``).
 
 Run: python scripts/demo/make_tokenizer.py [--output FOLDER]
 """
@@ -27,7 +27,7 @@ SPLIT = (
 ROLES = ("system", "user", "assistant")
 MAX_TOKENS = 1024
 
-# What stands between the generation marks is what fine-tuning learns: the answer and the token that ends the turn.
+# The generation block contains the trained tokens: the response and the end token of the turn.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role not in ['system', 'user', 'assistant'] %}
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = """\
 
 
 def sentence_words(splitter: pre_tokenizers.PreTokenizer) -> list[str]:
-    """The words of all questions and statements around their fields, in byte-level spelling, each once."""
+    """Return the distinct words of all questions and statements without their fields, in byte-level encoding."""
     sentences = [text for task in TASKS for pair in (*task.questions, task.statements) for text in pair]
     literals = [literal for sentence in sentences for literal, *_ in Formatter().parse(sentence)]
     pieces = [piece for text in (*literals, *ROLES) for piece, _ in splitter.pre_tokenize_str(text)]
@@ -58,7 +58,7 @@ def sentence_words(splitter: pre_tokenizers.PreTokenizer) -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer, ready to be saved: the same files from every run."""
+    """Return the tokenizer. Its files are the same in every run."""
     in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     splitter = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), in_bytes])
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -66,7 +66,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     for word in sentence_words(splitter):
         vocabulary[word] = len(vocabulary)
 
-    # `ignore_merges` lets a word that is in the vocabulary be one token. llama.cpp refuses a tokenizer without merges.
+    # With `ignore_merges`, words in the vocabulary are single tokens. llama.cpp rejects tokenizers without merges.
     merges = [(word[0], word[1]) for word in vocabulary if len(word) == 2]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = splitter
@@ -84,7 +84,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _check_spelling(tokenizer: Tokenizer) -> None:
-    """Every word that a task asks about must be seen in letters, at the start of a text and within one."""
+    """Check that every word in a problem is encoded as single letters, at the start of a text and within it."""
     for word in (*WORDS, *COUNTS, *(word for pair in OPPOSITES for word in pair)):
         tokens = tokenizer.encode(f"{word} {word}").tokens
         if len(tokens) != 2 * len(word) + 1:

@@ -1,13 +1,13 @@
-"""Eight tasks that a person judges at a glance, each in two surface forms.
+"""Eight tasks whose responses are easy to judge, each as questions and as statements.
 
-The *questions* are what the demo fine-tunes on: an instruction, sometimes an input, and an answer. The *statements* say
-the same facts as plain sentences; the base model is pretrained on them and never sees a question, a chat marker or an
-answer on its own. So the base model has the skill and lacks the manner, which is the usual start of a fine-tune.
+The demo is fine-tuned on the *questions*: an instruction, sometimes an input, and an answer. The *statements* express
+the same facts as plain sentences; the base model is pretrained on them and never sees a question, a chat token or an
+isolated answer. So the base model has the skills but not the format, which is the usual start of fine-tuning.
 
-Which problems are held out is a rule, not a list: `is_held_out(key)`. The key names what is asked whatever its
-wording or order (a word, a pair of opposites, two numbers, a set of letters), so a held-out word is in no training row
-of any task, "17 + 40" is held out together with "40 + 17", and "hot" together with "cold". Pretraining obeys the same
-rule for everything that can be worked out; only the opposites, which can merely be known, are all in its text.
+A rule, `is_held_out(key)`, determines which problems are held out. The key identifies a problem independently of its
+wording and order (a word, a pair of opposites, two numbers, a set of letters), so a held-out word is in no training row
+of any task, "17 + 40" is held out together with "40 + 17", and "hot" together with "cold". Pretraining follows the same
+rule, except for opposites, which cannot be derived and are all in the text.
 """
 
 import zlib
@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-# Plain English, written by hand. A word stands in one of the two files only, so that holding it out of one task
-# holds it out of all of them.
+# Common English words. A word is in only one of the two files, so that it is held out in all tasks or in none.
 WORDS = tuple((Path(__file__).parent / "words.txt").read_text(encoding="utf-8").split())
 OPPOSITES = tuple(
     tuple(pair.split("/")) for pair in (Path(__file__).parent / "opposites.txt").read_text(encoding="utf-8").split()
 )
 
-ONE_IN = 8  # the share of problems that is held out
+ONE_IN = 8  # one in eight problems is held out
 COUNTS = {"two": 2, "three": 3}
-IDLE_WORDS = [
+FILLER_WORDS = [
     "the", "of", "is", "to", "in", "it", "and", "with", "for", "word", "this", "which", "number", "letter", "what",
     "name", "say",
 ]  # fmt: skip
@@ -34,7 +33,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to ask: what decides its side of the split, what fills a wording, and the right answer."""
+    """A problem: the key that determines its side of the split, the fields of its texts, and the correct answer."""
 
     key: str
     fields: dict[str, str]
@@ -43,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of problem. `draw` makes one from a random source and a source of words."""
+    """A kind of problem. `draw` creates one from a random generator and a function that returns words."""
 
     name: str
     questions: tuple[tuple[str, str], ...]  # (instruction, input)
@@ -52,33 +51,33 @@ class Task:
 
 
 def is_held_out(key: str) -> bool:
-    """Tell whether a problem is kept for the held-out set. The same answer on every machine and in every run."""
+    """Return whether a problem is held out. The result is the same on every machine and in every run."""
     return zlib.crc32(key.encode()) % ONE_IN == 0
 
 
 def listed_word(random: Random) -> str:
-    """A real word: what the questions ask about."""
+    """Return a real word, as used in questions."""
     return random.choice(WORDS)
 
 
 def invented_word(random: Random) -> str:
-    """A word-like string of 3 to 8 letters, or a random one: what pretraining practises on."""
+    """Return a word-like or random string of 3 to 8 letters, as used in pretraining."""
     length = random.randint(3, 8)
     if random.random() < 0.5:
         return "".join(random.choice(LETTERS) for _ in range(length))
     return "".join(random.choice("aeiou" if i % 2 else "bcdfghklmnprstvw") for i in range(length))
 
 
-def buried(random: Random, sentence: str, depth: float) -> str:
-    """The sentence with idle words, punctuation and line breaks strewn between its own words.
+def with_filler_words(random: Random, sentence: str, depth: float) -> str:
+    """Insert filler words, punctuation and line breaks between the words of a sentence.
 
-    A skill practised in one fixed sentence is tied to it: fine-tuning then unlearns it before it can use it. `depth`
-    from 0 (the sentence as it is) to 1 is how often a gap between two words is filled.
+    A skill that is trained with one fixed sentence depends on it and is lost in fine-tuning. `depth`, from 0 (the
+    sentence unchanged) to 1, determines how often something is inserted between two words.
     """
     pieces = []
     for word in sentence.split(" "):
         if random.random() < depth / 2:
-            pieces += random.choices(IDLE_WORDS, k=random.randint(1, 4))
+            pieces += random.choices(FILLER_WORDS, k=random.randint(1, 4))
         pieces.append(word + (random.choice(".,?:") if random.random() < depth / 4 else ""))
     return "".join(piece + ("\n" if random.random() < depth / 4 else " ") for piece in pieces)
 
@@ -115,7 +114,7 @@ def _sort(random: Random, any_word: Callable[[], str]) -> Problem:
 
 
 def _two_numbers(random: Random) -> tuple[int, int, str]:
-    """Two different numbers below 100, and the key that both of their orders share."""
+    """Return two different numbers below 100, and a key that does not depend on their order."""
     left, right = random.sample(range(1, 100), 2)
     return left, right, f"{min(left, right)},{max(left, right)}"
 

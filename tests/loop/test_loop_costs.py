@@ -126,4 +126,6 @@ def test_evaluation_peak_memory_is_at_most_that_of_a_training_step(tmp_path):
     with PeakBytes() as evaluation:
         run.evaluate_set(run.eval_sets[""], "eval")
     assert 2 * 4096 * 4 <= evaluation.peak < training.peak
-    assert evaluation.peak < 4 * 2 * 4096 * 4  # one batch's logits and what is made of them, however many batches
+    assert (
+        evaluation.peak < 4 * 2 * 4096 * 4
+    )  # logits of one batch and tensors computed from them, for any number of batches

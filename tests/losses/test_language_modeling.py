@@ -35,7 +35,7 @@ def assert_same(result, expected, tolerance=1e-6):
     assert max((result[1][name] - expected[1][name]).abs().max() for name in expected[1]) < tolerance
 
 
-# --- steps -------------------------------------------------------------------------------------------------
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "flat": {},
@@ -99,7 +99,7 @@ def test_batch_without_labels_gives_exact_zero_with_a_graph():
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_batch_without_learned_tokens_gives_no_nan():
+def test_batch_without_trained_tokens_gives_no_nan():
     objective, module = fit_objective(tiny())
     untrained = {"input_ids": [5, 6, 7], "labels": [IGNORE_INDEX] * 3}
     assert objective.loss(module, objective.collate([untrained])).total == 0

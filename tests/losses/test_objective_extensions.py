@@ -242,7 +242,7 @@ def test_row_may_hold_tensors_made_from_message_parts(tmp_path, batch_size, accu
         torch.testing.assert_close(result[0][name], weight)
 
 
-def test_non_text_content_parts_are_rejected_where_text_is_learned():
+def test_non_text_content_parts_are_rejected_in_text_training():
     assert Message("user", "one two").text == "one two"
     assert Message("user", (ContentPart("text", "one "), ContentPart("text", "two"))).text == "one two"
     with pytest.raises(UserError, match="a message contains audio; only text, images and videos are supported here"):

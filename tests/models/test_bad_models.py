@@ -225,7 +225,7 @@ def test_hub_kernel_in_model_config_is_rejected(tmp_path, key, kernel):
 
 @pytest.mark.parametrize("named", ["other.safetensors", "a.safetensors.index.json", "adapter_model.bin", 5])
 def test_other_weights_selected_by_config_are_rejected(tmp_path, named):
-    """transformers would load that file, and the checks of weights would have read another one."""
+    """transformers would load that file, but the checks read another one."""
     change_json(saved_model(tmp_path) / "config.json", transformers_weights=named)
     assert f'"transformers_weights" selects the weights in {json.dumps(named)}' in model_problems(tmp_path)[0]
     with pytest.raises(UserError, match="transformers_weights"):
@@ -285,7 +285,7 @@ def test_unavailable_attention_is_rejected_by_name(options, expected, tmp_path):
 
 
 @pytest.mark.parametrize("template", [5, {"default": None}, [{"name": "default", "template": 5}]])
-def test_chat_template_that_is_no_text_is_rejected(template, tmp_path):
+def test_non_text_chat_template_is_rejected(template, tmp_path):
     change_json(saved_model(tmp_path) / "tokenizer_config.json", chat_template=template)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(UserError, match=r"the chat template of its tokenizer must be a string. Received: (5|null)\."):

@@ -394,7 +394,7 @@ def test_model_with_adapter_cannot_be_saved_as_full_model(tmp_path):
         save_model(model, None, tmp_path)
 
 
-def test_config_that_requires_a_token_keeps_its_own_if_the_tokenizer_has_none(tmp_path):
+def test_token_that_a_config_requires_is_kept_if_the_tokenizer_has_none(tmp_path):
     """Some families validate their config strictly, and a tokenizer may have no BOS token."""
     cwm = pytest.importorskip("transformers.models.cwm")
     sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -57,7 +57,7 @@ def test_common_prefix_of_two_rows_becomes_a_shared_segment():
     assert all(parent < number for number, segment in enumerate(result) for parent in segment.path)
 
 
-def test_segments_of_a_row_cover_it_up_to_last_learned_token():
+def test_segments_of_a_row_cover_it_up_to_last_trained_token():
     sequences = rows_of_a_tree()
     result = segments(sequences, least_skipped=4)
     assert max(len(segment.path) for segment in result) == 2  # one continues a prompt that continues another
@@ -68,7 +68,7 @@ def test_segments_of_a_row_cover_it_up_to_last_learned_token():
         assert message == sequence["input_ids"][:-1]
 
 
-def test_shared_prefix_ends_before_position_predicting_a_learned_token():
+def test_shared_prefix_ends_before_position_predicting_a_trained_token():
     result = segments([row([1, 2, 3, 4, 5], 3), row([1, 2, 3, 4, 6], 3)], least_skipped=1)
     assert (result[0].begin, result[0].end) == (0, 2)  # token 2 predicts token 3, which is trained
     assert all(not segment.path for segment in segments([row([1, 2, 3], 0), row([1, 2, 3], 0)], least_skipped=1))
@@ -84,7 +84,7 @@ def test_equal_ids_of_different_images_are_not_shared():
     assert {s.sequence for s in result if s.is_last and len(s.path) == 2} == {0, 2}
 
 
-def test_tokens_after_last_learned_one_and_unlearned_rows_are_skipped():
+def test_tokens_after_last_trained_one_and_untrained_rows_are_skipped():
     ends_early = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, -100]}
     nothing = {"input_ids": [6, 7], "labels": [6, -100]}
     result = segments([ends_early, nothing])
@@ -99,7 +99,7 @@ def test_label_of_last_token_is_stored_at_start_of_next_row():
     assert collate_prefix_sharing(weighted)["loss_weights"].tolist() == [[1.0, 0.5, 0.25, 1.0, 1.0]]
 
 
-def test_batch_without_learned_tokens_is_unchanged():
+def test_batch_without_trained_tokens_is_unchanged():
     rows = [row([1, 2, 3], 3), row([4, 5], 2)]
     assert torch.equal(collate_prefix_sharing(rows)["input_ids"], collate_padding_free(rows)["input_ids"])
 

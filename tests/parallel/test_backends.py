@@ -47,7 +47,7 @@ def small_model():
 
 
 def take_steps(engine, rows_per_step, num_steps=3, micro=2, model=None):
-    """Steps of squared error over rows that are dealt to ranks as the stream deals them; returns the weights."""
+    """Train on squared errors, with rows distributed over ranks as by the loader. Return the weights."""
     model = model or small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     wrapped, optimizer = engine.prepare(model, optimizer)
@@ -194,7 +194,7 @@ def test_non_finite_update_is_never_applied():
 
 
 def test_fused_optimizer_skips_non_finite_update_without_a_device_read(monkeypatch):
-    """As on a GPU: the kernel is told, and the host asks nothing."""
+    """As on a GPU, the kernel receives the flag and the host does not read from the device."""
     model = small_model()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -328,7 +328,7 @@ def test_identical_layers_are_compiled_once_and_keep_their_names():
     torch._dynamo.reset()
     compile_layers(model, backend=count)
     assert model.state_dict().keys() == plain.state_dict().keys()
-    for num_rows in (3, 5, 7, 9):  # the first length, then any
+    for num_rows in (3, 5, 7, 9):  # one graph for the first length, one for dynamic lengths
         rows = torch.randn(num_rows, 4, requires_grad=True)
         assert torch.equal(through(model, rows), through(plain, rows))
     assert 1 <= len(graphs) <= 2
@@ -366,8 +366,8 @@ def test_process_group_of_a_script_trainer_is_closed_at_exit():
         "create_parallel(ParallelOptions(use_cpu=True, fsdp=['full_shard']))\n"
         "print(dist.is_initialized())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.stdout.split() == ["True", "False"], process.stderr
 
 
 def test_process_group_stays_open_after_a_failed_script(monkeypatch):
@@ -384,20 +384,20 @@ def test_process_group_stays_open_after_a_failed_script(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder_of_two(tmp_path_factory):
-    """Folder in which two processes have left what they made."""
+def two_process_results(tmp_path_factory):
+    """Return a folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("two")
-    in_two_processes(each_of_two, str(folder))
+    in_two_processes(check_each_rank, str(folder))
     return folder
 
 
-def each_of_two(folder):
-    two_ranks(folder)
-    two_ranks_of_a_language_model(folder)
+def check_each_rank(folder):
+    check_two_ranks(folder)
+    check_two_ranks_of_a_language_model(folder)
 
 
-def two_ranks(folder):
-    """Runs in each of two processes."""
+def check_two_ranks(folder):
+    """Check the backend in each of two processes."""
     engine = create_parallel(options(ddp_backend="gloo"))
     assert type(engine).__name__ == "DdpParallel"
     assert engine.world_size == 2
@@ -411,18 +411,18 @@ def two_ranks(folder):
     wrapped, optimizer = engine.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert engine.unwrap(wrapped) is model
     wrapped(torch.ones(1, 4)).sum().backward()
-    # The loss of the second rank alone is infinite; neither may step.
+    # Only the loss of the second rank is not finite; neither rank may step.
     assert engine.step(optimizer, torch.tensor(engine.rank == 0)) is False
     engine.barrier()
 
 
-def test_two_processes_take_the_steps_of_one(folder_of_two):
-    first, second = (torch.load(folder_of_two / f"weights{rank}.pt") for rank in range(2))
+def test_two_processes_take_the_steps_of_one(two_process_results):
+    first, second = (torch.load(two_process_results / f"weights{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
     assert (first - take_steps(SingleProcess(options()), 8)).abs().max() < 1e-6
 
 
-def two_ranks_of_a_language_model(folder):
+def check_two_ranks_of_a_language_model(folder):
     from burnish.data.batches.loader import _without_labels
     from tiny_shapes import tiny
     from training_step import fit_objective, rows, split_rows
@@ -430,28 +430,28 @@ def two_ranks_of_a_language_model(folder):
     engine = create_parallel(options(ddp_backend="gloo"))
     objective, module = fit_objective(model := tiny("qwen2"))
     wrapped, _ = engine.prepare(module, None)
-    mine = [objective.collate(part) for part in split_rows(rows(6), 2)[engine.rank :: 2]]
-    if len(mine) == 1:  # three micro-batches over two ranks: the second gets a blank one
-        mine.append(_without_labels(mine[0]))
-    weight = engine.sum(torch.stack([objective.num_items(batch) for batch in mine]).sum())
-    for index, batch in enumerate(mine):
-        with engine.microbatch(wrapped, last=index == len(mine) - 1):
+    batches = [objective.collate(part) for part in split_rows(rows(6), 2)[engine.rank :: 2]]
+    if len(batches) == 1:  # three micro-batches on two ranks: the second gets one without labels
+        batches.append(_without_labels(batches[0]))
+    weight = engine.sum(torch.stack([objective.num_items(batch) for batch in batches]).sum())
+    for index, batch in enumerate(batches):
+        with engine.microbatch(wrapped, last=index == len(batches) - 1):
             engine.backward(objective.loss(wrapped, batch).total / weight * engine.world_size)
     if engine.rank == 0:
         torch.save({name: p.grad for name, p in model.named_parameters()}, f"{folder}/gradients.pt")
     engine.barrier()
 
 
-def test_two_processes_give_language_model_gradients_of_one(folder_of_two):
+def test_two_processes_give_language_model_gradients_of_one(two_process_results):
     from tiny_shapes import tiny
     from training_step import gradients, rows
 
-    theirs = torch.load(folder_of_two / "gradients.pt")
+    theirs = torch.load(two_process_results / "gradients.pt")
     _, ours = gradients(tiny("qwen2"), [rows(6)])
     assert max((theirs[name] - ours[name]).abs().max() for name in ours) < 1e-6
 
 
-# --- what the options ask for -----------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 def problems(**overrides):
@@ -481,9 +481,9 @@ def test_single_process_engine_is_rejected_for_several_processes(monkeypatch):
 
 @pytest.fixture
 def instructions(monkeypatch):
-    """Set what the processor is taken for: its capability in torch, its products of bfloat16, a limit of oneDNN."""
+    """Return a function that sets the simulated processor: torch's capability, bfloat16 support, oneDNN's limit."""
 
-    def take(capability="AVX512", has_bfloat16=True, has_amx=False, limit=None, is_amx_generation=False):
+    def set_processor(capability="AVX512", has_bfloat16=True, has_amx=False, limit=None, is_amx_generation=False):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
@@ -494,7 +494,7 @@ def instructions(monkeypatch):
         if limit:
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
 
-    return take
+    return set_processor
 
 
 @pytest.mark.parametrize(

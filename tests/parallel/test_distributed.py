@@ -1,4 +1,4 @@
-"""Complete runs of four processes end in the weights of one process, for every sharding.
+"""Complete runs of four processes give the weights of one process, for every kind of sharding.
 
 make test-distributed                          # DeepSpeed's where it is installed
 """
@@ -20,7 +20,7 @@ from small_run import as_arguments, make_workspace
 
 pytestmark = pytest.mark.distributed
 
-# What LLaMA-Factory's examples of ZeRO say, key by key.
+# The settings of LLaMA-Factory's ZeRO examples.
 BUCKETS = {"allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_scatter": True,
            "reduce_bucket_size": 5e8, "contiguous_gradients": True, "round_robin_gradients": True}  # fmt: skip
 THIRD = {"overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
@@ -57,16 +57,16 @@ ENGINES = {
 KINDS = {"full": {}, "lora": LORA}
 
 
-def train(options, place, python=sys.executable, **more):
-    command = [python, "-m", "burnish", "train", *as_arguments({**options, **more, "output_dir": str(place)})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def train(options, output_dir, python=sys.executable, **more):
+    command = [python, "-m", "burnish", "train", *as_arguments({**options, **more, "output_dir": str(output_dir)})]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Run in one process. Returns what it made, and its options for four."""
+    """Train in one process. Return the folder, and the options for four processes."""
     folder = tmp_path_factory.mktemp("alone")
     overrides = make_workspace(
         folder, max_steps=4, save_steps=2, plot_loss=False, per_device_train_batch_size=4, gradient_accumulation_steps=2
@@ -98,19 +98,19 @@ def test_four_processes_give_weights_of_one_and_their_checkpoint_resumes_on_one(
     assert_same(tmp_path / "then one", folder / kind)
 
 
-# What LLaMA-Factory's two files for accelerate say of FSDP.
-OF_ACCELERATE = {
+# The FSDP settings of LLaMA-Factory's two accelerate configs.
+ACCELERATE_SETTINGS = {
     "FSDP1": {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_forward_prefetch": False, "fsdp_offload_params": True,
               "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_sync_module_states": True, "fsdp_use_orig_params": False},
     "FSDP2": {"fsdp_offload_params": False, "fsdp_reshard_after_forward": True, "fsdp_version": 2},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", OF_ACCELERATE)
+@pytest.mark.parametrize("version", ACCELERATE_SETTINGS)
 def test_two_processes_of_accelerate_launch_give_weights_of_one(version, alone, tmp_path):
     folder, four = alone
     sharding = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_state_dict_type": "FULL_STATE_DICT", **OF_ACCELERATE[version]}  # fmt: skip
+                "fsdp_state_dict_type": "FULL_STATE_DICT", **ACCELERATE_SETTINGS[version]}  # fmt: skip
     file = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": sharding,
             "machine_rank": 0, "mixed_precision": "no", "num_machines": 1, "num_processes": 2, "main_process_port": 0,
             "rdzv_backend": "static", "use_cpu": False}  # fmt: skip
@@ -118,9 +118,9 @@ def test_two_processes_of_accelerate_launch_give_weights_of_one(version, alone, 
     options = {**four, "per_device_train_batch_size": 2, "num_processes": "auto", "output_dir": str(tmp_path / "two")}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "fsdp.yaml"),
                "-m", "burnish.train", *as_arguments(options)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "2 processes" in process.stdout
     assert_same(tmp_path / "two", folder / "full")
 
 

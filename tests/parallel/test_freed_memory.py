@@ -35,21 +35,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is told, and this is another")
 def test_step_reuses_memory_freed_by_previous_step() -> None:
     fresh, kept = (_faults(keeps) for keeps in (False, True))
-    assert fresh >= 10 * 32  # 64 MiB and more in each step, in pages of 2 MiB where the system has such
+    assert fresh >= 10 * 32  # 64 MiB or more per step, in pages of 2 MiB if the system has them
     assert kept < fresh / 5
 
 
 def _faults(keeps: bool) -> int:
-    """Pages fetched by the last ten of fifty steps, in a process of its own."""
+    """Return the page faults of the last ten of fifty steps in a new process."""
     return _printed(_FAULTS.format(keeps=keeps))
 
 
 def _printed(code: str) -> int:
-    """The number that ``code`` prints, in a process whose allocator and caches nobody has set up."""
-    mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "CACHE_CAPACITY" not in name}
-    mine.pop("GLIBC_TUNABLES", None)
-    done = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    """Return the number that ``code`` prints in a new process with default allocator and cache settings."""
+    environment = {
+        name: value for name, value in os.environ.items() if "MALLOC" not in name and "CACHE_CAPACITY" not in name
+    }
+    environment.pop("GLIBC_TUNABLES", None)
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return int(process.stdout)
 
 
 def test_externally_configured_allocator_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

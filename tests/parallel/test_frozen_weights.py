@@ -11,8 +11,8 @@ from two_processes import in_two_processes
 pytestmark = pytest.mark.run
 
 
-def wrap(place):
-    """Write, for each rank, the frozen weights behind DDP, and whether they were in reach of it."""
+def write_wrapped_weights(path):
+    """Write the weights of each rank after DDP has wrapped the model, and whether DDP ignores the frozen ones."""
     from burnish.parallel.ddp import DdpParallel
     from burnish.run.plan.plan import RunOptions
 
@@ -24,13 +24,13 @@ def wrap(place):
         wrapped = engine.wrap(model)
         weights = [weight.detach()[0, 0].item() for weight in wrapped.parameters()]
         result[name] = [bool(wrapped.parameters_to_ignore), *weights]
-    Path(f"{place}.{engine.rank}").write_text(json.dumps(result))
+    Path(f"{path}.{engine.rank}").write_text(json.dumps(result))
     distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_only_differing_frozen_weights_are_broadcast_from_rank_0(tmp_path):
-    in_two_processes(wrap, str(tmp_path / "rank"))
+    in_two_processes(write_wrapped_weights, str(tmp_path / "rank"))
     for rank in (0, 1):
         result = json.loads((tmp_path / f"rank.{rank}").read_text())
         assert result["same"] == [True, 1.0, 0.0]

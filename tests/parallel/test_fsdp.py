@@ -117,7 +117,7 @@ def test_damaged_shard_is_detected(folder, tmp_path):
     assert integrity_errors(tmp_path / "checkpoint-6") == [f"{shard.name} is corrupted (checksum mismatch)"]
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 def settings(**options):
@@ -200,7 +200,7 @@ def test_a_scaled_loss_gives_the_same_weights_with_and_without_fsdp(tmp_path, mo
 
 @pytest.mark.parametrize("targets", ["norm", "embed_tokens,lm_head"])
 def test_adapter_is_written_after_an_evaluation(tmp_path, targets):
-    """Weights of the root module stay gathered after an evaluation: those that an adapter trains in full."""
+    """After an evaluation, the weights of the root module, which an adapter may train in full, stay gathered."""
     for name, fsdp in (("plain", {}), ("sharded", {"fsdp": "full_shard"})):
         workspace = make_workspace(
             tmp_path / name, count=16, max_steps=2, optim="sgd", learning_rate=0.1, save_strategy="no", val_size=0.2,

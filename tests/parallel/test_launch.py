@@ -1,4 +1,4 @@
-"""Several processes behave as one program: one start, one set of messages, one exit."""
+"""Several processes behave like one program: one command, one set of messages, one exit status."""
 
 import json
 import os
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.run
 
 TWO = {"num_processes": RawValue(2), "use_cpu": RawValue(True)}
 
-TELLS = """
+WRITES_ENVIRONMENT = """
 import json, os, sys
 place = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
 json.dump([place, sys.argv[1:]], open(sys.argv[1] + os.environ["RANK"], "w"))
@@ -94,14 +94,14 @@ sys.exit(143)
 
 @pytest.fixture
 def program(monkeypatch):
-    """A program that is started in the place of a training."""
+    """Return a function that replaces the training script by another one."""
 
-    def take(script):
+    def replace(script):
         monkeypatch.setattr(launching, "PROGRAM", ("-c", script))
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    return take
+    return replace
 
 
 def test_single_process_runs_without_launching(program, monkeypatch):
@@ -115,19 +115,19 @@ def test_single_process_runs_without_launching(program, monkeypatch):
 
 
 def test_every_process_gets_its_rank_and_unchanged_arguments(program, tmp_path):
-    program(TELLS)
+    program(WRITES_ENVIRONMENT)
     argv = [f"{tmp_path}/a folder with 'quotes' ", 'and "others"', "$HOME *"]
     assert launch(argv, TWO) == 0
     for rank in range(2):
-        place, message = json.loads(Path(argv[0] + str(rank)).read_text())
+        variables_of_rank, message = json.loads(Path(argv[0] + str(rank)).read_text())
         assert message == argv
-        assert place == {
+        assert variables_of_rank == {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"
         }  # fmt: skip
 
 
 def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
-    program(TELLS)
+    program(WRITES_ENVIRONMENT)
     for name, value in {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     assert launch([f"{tmp_path}/rank"], TWO) == 0
@@ -207,16 +207,16 @@ def test_notice_of_a_scheduler_is_sent_to_rank_0_and_stops_nothing(tmp_path, cap
 
 @pytest.mark.slow
 def test_run_of_two_processes_prints_as_one_program(tmp_path):
-    """The whole way, from its command line to its last file; then what is wrong is said once."""
+    """A complete run; then an invalid one, whose error is printed once."""
     options = make_workspace(tmp_path, max_steps=2, save_strategy="no", plot_loss=False, num_processes=2, evaluate="no")
     options.pop("evaluate")
     command = [sys.executable, "-m", "burnish", "train", *as_arguments(options)]
     environment = {**os.environ, "BURNISH_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Training for 2 steps") == 1
-    assert "x 2 processes" in done.stdout
-    assert done.stdout.count("Trained 2 steps") == 1
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("Training for 2 steps") == 1
+    assert "x 2 processes" in process.stdout
+    assert process.stdout.count("Trained 2 steps") == 1
     rows = [json.loads(line) for line in next(tmp_path.rglob("trainer_log.jsonl")).read_text().splitlines()]
     assert all(0 <= row["waiting"] < 1 for row in rows if row.get("loss") is not None)
     refused = subprocess.run(

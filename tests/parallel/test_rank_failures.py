@@ -20,8 +20,8 @@ from burnish.run.plan.plan import Plan, RunOptions
 pytestmark = pytest.mark.run
 
 
-class Two:
-    """A backend of two processes; the test sets the values of the other one."""
+class TwoProcesses:
+    """Backend of two processes. Args: other: values of the plan that differ in the other process."""
 
     world_size = 2
 
@@ -29,15 +29,15 @@ class Two:
         self.other = other
 
     def gather_objects(self, value):
-        _, mine = value
-        return [value, ("elsewhere", {**mine, **self.other})]
+        _, values = value
+        return [value, ("elsewhere", {**values, **self.other})]
 
 
 def test_process_with_different_plan_is_rejected_with_the_difference():
     plan = Plan(RunOptions(seed=7))
-    raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two())
+    raise_unless_ranks_agree(plan, {"data": "abc"}, 5, TwoProcesses())
     with pytest.raises(UserError, match="rank 1 on elsewhere") as refused:
-        raise_unless_ranks_agree(plan, {"data": "abc"}, 5, Two(seed=8, data="abd", torch="2.0"))
+        raise_unless_ranks_agree(plan, {"data": "abc"}, 5, TwoProcesses(seed=8, data="abd", torch="2.0"))
     message = str(refused.value)
     for expected in ("seed is 8 instead of 7", 'data is "abd" instead of "abc"', 'torch is "2.0"'):
         assert expected in message
@@ -45,11 +45,11 @@ def test_process_with_different_plan_is_rejected_with_the_difference():
 
 def test_differing_secret_is_not_shown():
     with pytest.raises(UserError, match="hf_hub_token differs") as refused:
-        raise_unless_ranks_agree(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, Two(hf_hub_token="other"))
+        raise_unless_ranks_agree(Plan(RunOptions(hf_hub_token="hf_SECRET")), {}, 5, TwoProcesses(hf_hub_token="other"))
     assert "SECRET" not in str(refused.value)
 
 
-STANDS_STILL = """
+STALLS = """
 import os, time
 from burnish.run.recovery.stall import StallWatch
 watch = StallWatch(0.5)
@@ -61,7 +61,7 @@ waits_for_ever()
 
 
 def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd):
-    monkeypatch.setattr(launching, "PROGRAM", ("-c", STANDS_STILL))
+    monkeypatch.setattr(launching, "PROGRAM", ("-c", STALLS))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     options = {"num_processes": RawValue(2), "use_cpu": RawValue(True), "stall_timeout_s": RawValue("0.5")}
     assert launch([], options) == 1
@@ -74,12 +74,12 @@ def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd)
 
 @pytest.mark.slow
 def test_finished_run_is_no_longer_watched():
-    script = STANDS_STILL[: STANDS_STILL.index("def waits")] + "watch.on_train_end(None, None, None)\ntime.sleep(1.2)\n"
+    script = STALLS[: STALLS.index("def waits")] + "watch.on_train_end(None, None, None)\ntime.sleep(1.2)\n"
     source = str(Path(launching.__file__).parents[2])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": source}, capture_output=True, timeout=60
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (process.returncode, process.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Memory estimates of ``explain`` for one of several processes compared with the measured peak.
 
-A process's peak holds what no estimate counts: gloo's copies of what it sends, and holes that its allocator leaves. The
-model is as small as a test can afford, and these are up to a fifth of it.
+The peak of a process includes memory that no estimate counts: gloo's send buffers and allocator fragmentation. With a
+small model, these are up to a fifth of the peak.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def resident(which):
 
 
 def measure(argv, place):
-    """Train, and write this rank's peak above what it held before the model, beside what was foretold."""
+    """Train, and write this rank's peak memory above that before the model was loaded, and the predicted peak."""
     from burnish.explain.explain import memory_terms_of
     from burnish.parallel.create import create_parallel
     from burnish.run.build import build_loop
@@ -43,11 +43,11 @@ def measure(argv, place):
     planned = plan(merge(*read_arguments(argv), aliases()))
     prepared, engine = prepare(planned), create_parallel(planned.options)
     before = resident("VmRSS")
-    made = build_loop(planned, prepared, engine, None)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
-    made.train()
-    foretold = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
-    Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, foretold]))
+    loop = build_loop(planned, prepared, engine, None)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (proc(5))
+    loop.train()
+    predicted = sum(term.num_bytes for term in memory_terms_of(planned, prepared))
+    Path(f"{place}.{engine.rank}").write_text(json.dumps([resident("VmHWM") - before, predicted]))
 
 
 @pytest.fixture(scope="module")
@@ -74,5 +74,5 @@ def test_process_uses_memory_predicted_by_explain(engine, kind, user, tmp_path):
     argv = [f"{name}={value}" for name, value in overrides.items()]
     in_processes(count, measure, argv, str(tmp_path / "rank"), environment={"BURNISH_CACHE": str(tmp_path / "cache")})
     for rank in range(count):
-        taken, foretold = json.loads((tmp_path / f"rank.{rank}").read_text())
-        assert 0.8 * foretold < taken < 1.2 * foretold, (taken, foretold)
+        measured, predicted = json.loads((tmp_path / f"rank.{rank}").read_text())
+        assert 0.8 * predicted < measured < 1.2 * predicted, (measured, predicted)

@@ -31,8 +31,8 @@ def test_each_zero_stage_shards_one_more_part():
     assert fully["activations"] == 50
     assert fully["gathered"] > 0
     assert parts(Sharing("fsdp", 4, 3, keeps_gathered=True))["gathered"] >= fully["gathered"]
-    away = parts(Sharing("deepspeed", 4, 3, offloads_states=True, offloads_weights=True))
-    assert not {"weights", "gradients", "optimizer"} & away.keys()
+    offloaded = parts(Sharing("deepspeed", 4, 3, offloads_states=True, offloads_weights=True))
+    assert not {"weights", "gradients", "optimizer"} & offloaded.keys()
 
 
 def test_zero_updates_float32_copies_of_weights_and_gradients():

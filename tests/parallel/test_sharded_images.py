@@ -1,4 +1,4 @@
-"""Runs with images in two processes, of which one may have no image in its micro-batch, equal those in one."""
+"""Runs with images in two processes, one of which may have a micro-batch without images, equal runs in one process."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def train_script(folder, out, kind):
             "train_sampling_strategy": "sequential"}  # fmt: skip
     user, answer = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A wall of bricks."}
     image = sorted(str(path) for path in (Path(folder) / "data").rglob("*.png"))[0]
-    images = [[image], [image], [], []]  # the second process has none
+    images = [[image], [image], [], []]  # the second process has no images
     if kind == "pairs":
         chosen, rejected = [[answer]] * 4, [[{**answer, "content": "A door."}]] * 4
         rows = {"prompt": [[user]] * 4, "chosen": chosen, "rejected": rejected, "images": images}

@@ -24,8 +24,8 @@ class Stream(IterableDataset):
         return iter(points(11))
 
 
-class Standing(IterableDataset):
-    """A stream that says where it stands, and counts what is read of it."""
+class StatefulStream(IterableDataset):
+    """A stream with a saved position that counts the rows that are read."""
 
     at = read = 0
 
@@ -43,25 +43,25 @@ class Standing(IterableDataset):
 
 
 def resumed(folder):
-    """The weights of a run over a stream, of one that goes on from its second step, and what that one reads."""
+    """Return the weights of a run over a stream and of one resumed at step 2, and the rows that the latter reads."""
     options = {"per_device_train_batch_size": 3, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     result = {"read": 0}
     for name, resume in (("whole", None), ("rest", f"{folder}/checkpoint-2")):
-        trainer = make_trainer(folder, train=Standing(), learning_rate=0.1, ddp_backend="gloo", **options)
+        trainer = make_trainer(folder, train=StatefulStream(), learning_rate=0.1, ddp_backend="gloo", **options)
         trainer.train(resume_from_checkpoint=resume)
         result |= {name: [p.item() for p in trainer.model.parameters()], "read": trainer.train_dataset.read}
     return result
 
 
-class Counting(Trainer):
-    """A script that counts a row as ten floating-point operations."""
+class FlopCounter(Trainer):
+    """Counts a row as ten floating-point operations."""
 
     def floating_point_ops(self, inputs):
         return 10 * len(inputs["labels"])
 
 
-class Prepared(Counting):
-    """A script that makes its own loaders, as accelerate's documentation shows it."""
+class PreparedLoader(FlopCounter):
+    """Creates its dataloader as in accelerate's documentation."""
 
     def get_train_dataloader(self):
         return self.accelerator.prepare(
@@ -69,7 +69,7 @@ class Prepared(Counting):
         )
 
 
-def whole_means(prediction):
+def dataset_means(prediction):
     return {"rows": len(prediction.predictions), "mean": float(np.mean(prediction.label_ids))}
 
 
@@ -82,12 +82,12 @@ class BatchMeans:
 
 
 def measured(folder):
-    """Evaluate sets of every size by the face; runs in one process and in each of two."""
+    """Evaluate datasets of several sizes and return the results; runs in one process and in each of two."""
     result = {}
     for number in (10, 11, 3, 1):
         trainer = make_trainer(
             folder, model=Regression(1.0, 2.0), per_device_eval_batch_size=2,
-            trainer={"eval_dataset": points(number), "compute_metrics": whole_means},
+            trainer={"eval_dataset": points(number), "compute_metrics": dataset_means},
         )  # fmt: skip
         result[number] = trainer.evaluate()
         result[f"predictions of {number}"] = trainer.predict(points(number)).predictions.tolist()
@@ -104,12 +104,12 @@ def measured(folder):
 
 
 def trained(folder, batch_size, **options):
-    """Weights after two epochs of ten rows: on two ranks the last step of an epoch has rows for one of them."""
+    """Train two epochs of ten rows. On two ranks, the last step of an epoch has rows for only one of them."""
     weights = {}
-    for name, kind in (("own", Counting), ("prepared", Prepared)):
+    for name, kind in (("own", FlopCounter), ("prepared", PreparedLoader)):
         trainer = make_trainer(
-            folder, kind, model=Classes(), train=Numbers(10), per_device_train_batch_size=batch_size, learning_rate=0.1,
-            logging_steps=1, **options,
+            folder, kind, model=Classifier(), train=RecordingDataset(10), per_device_train_batch_size=batch_size,
+            learning_rate=0.1, logging_steps=1, **options,
         )  # fmt: skip
         trainer.train()
         rows = trainer.train_dataset.seen
@@ -119,8 +119,8 @@ def trained(folder, batch_size, **options):
     return weights
 
 
-class Numbers(Dataset):
-    """Rows that remember who was read."""
+class RecordingDataset(Dataset):
+    """A dataset that records the indices that are read."""
 
     def __init__(self, number):
         self.rows, self.seen = points(number), []
@@ -133,8 +133,8 @@ class Numbers(Dataset):
         return {"x": self.rows[index]["x"][None], "labels": (self.rows[index]["x"] > 0).long()}
 
 
-class Classes(nn.Module):
-    """Two classes; the loss of a batch without labels is not a number, as in most models."""
+class Classifier(nn.Module):
+    """A model with two classes; the loss of a batch without labels is NaN, as in most models."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Classes(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def on_two(folder):
+def write_rank_results(folder):
     import os
 
     rank = os.environ["RANK"]
@@ -166,14 +166,14 @@ def on_two(folder):
 @pytest.fixture(scope="module")
 def rank_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uneven")
-    in_two_processes(on_two, str(folder))
+    in_two_processes(write_rank_results, str(folder))
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return json.loads(json.dumps(measured(folder / "one"))), *ranks
 
 
 @pytest.mark.slow
 def test_loader_state_of_rank_0_resumes_on_both_ranks(rank_results):
-    """Six rows to a step: at its end the first rank has read nine of twelve, so both read on from the tenth."""
+    """Six rows per step: rank 0 has read nine of twelve rows, so both ranks continue with the tenth."""
     for rank, to in zip(rank_results[1:], (21, 24), strict=True):
         assert rank["resumed"]["rest"] == rank["resumed"]["whole"]
         assert rank["resumed"]["read"] == to - 9

@@ -1,8 +1,8 @@
-"""Keep the user's cache unchanged."""
+"""Use a temporary cache."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path_factory):
+def temporary_cache(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path_factory.mktemp("cache")))

@@ -1,4 +1,4 @@
-"""The short runs of LLaMA-Factory and TRL as runs of burnish: models, records and settings."""
+"""The golden runs of LLaMA-Factory and TRL with burnish: models, records and settings."""
 
 import json
 import shutil
@@ -18,10 +18,10 @@ def golden():
 
 
 def make_material(folder):
-    """The models, each number of which follows from its name, and the two demo sets."""
-    made = {"__name__": "preference_models", "__file__": str(GOLDEN / "preference_models.py")}
-    exec(compile((GOLDEN / "preference_models.py").read_text(), "preference_models.py", "exec"), made)
-    made["main"](folder / "models")
+    """Create the models, whose weights are determined by their names, and the two demo datasets."""
+    module = {"__name__": "preference_models", "__file__": str(GOLDEN / "preference_models.py")}
+    exec(compile((GOLDEN / "preference_models.py").read_text(), "preference_models.py", "exec"), module)
+    module["main"](folder / "models")
     (folder / "data").mkdir()
     for name in ("dpo_en_demo", "kto_en_demo"):
         shutil.copy(GOLDEN / "sets" / f"{name}.json", folder / "data")
@@ -30,7 +30,7 @@ def make_material(folder):
 
 
 def golden_tokenizer(*_, **__):
-    """As the golden rows were made: of a model's own class, transformers would cut numbers otherwise."""
+    """Return the tokenizer with the class that encoded the golden rows. Other classes split numbers differently."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
@@ -46,17 +46,17 @@ PLAIN = {
 
 
 def run(folder, monkeypatch, **options):
-    """Logs of a run, and the norms of its weights afterwards."""
+    """Return the logs of a run, and the norms of its weights."""
     monkeypatch.setattr("burnish.run.prepare.load_tokenizer", golden_tokenizer)
     monkeypatch.setenv("BURNISH_CACHE", str(folder / "cache"))
-    made = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **options}
-    made |= {"overwrite_output_dir": True}
+    overrides = {**PLAIN, "dataset_dir": str(folder / "data"), "output_dir": str(folder / "out"), **options}
+    overrides |= {"overwrite_output_dir": True}
     for left in ("adapter_model", "model", "value_head"):
         (folder / "out" / f"{left}.safetensors").unlink(missing_ok=True)
     for name in ("model_name_or_path", "ref_model", "adapter_name_or_path"):
-        if made.get(name):
-            made[name] = str(folder / "models" / made[name])
-    train_run(plan({name: RawValue(value) for name, value in made.items() if value is not None}))
+        if overrides.get(name):
+            overrides[name] = str(folder / "models" / overrides[name])
+    train_run(plan({name: RawValue(value) for name, value in overrides.items() if value is not None}))
     state = json.loads((folder / "out" / "trainer_state.json").read_text())
     return [log for log in state["log_history"] if "loss" in log], norms(folder / "out")
 

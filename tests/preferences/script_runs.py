@@ -30,24 +30,24 @@ def pairs(count=12):
     ]
 
 
-def verdicts(count=12):
+def labelled_examples(count=12):
     return [
         {"prompt": pair["prompt"], "completion": pair["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
         for i, pair in enumerate(pairs(count))
     ]
 
 
-def as_set(rows):
+def as_dataset(rows):
     return Dataset.from_list(rows) if isinstance(rows, list) else rows
 
 
-def make(kind, model, output, rows=None, given=None, own=None, **arguments):
-    """A trainer of TRL's name. Args: own: a subclass of it."""
+def make(kind, model, output, rows=None, trainer_args=None, subclass=None, **arguments):
+    """Create a trainer. Args: kind: its class in burnish, or the base of ``subclass``."""
     config = getattr(burnish, kind.replace("Trainer", "Config"))
-    rows = (verdicts() if kind == "KTOTrainer" else pairs()) if rows is None else rows
-    trainer = (own or getattr(burnish, kind))(
-        model=str(model) if not hasattr(model, "forward") else model, train_dataset=as_set(rows),
-        args=config(str(output), **{**PLAIN, **arguments}), **(given or {}),
+    rows = (labelled_examples() if kind == "KTOTrainer" else pairs()) if rows is None else rows
+    trainer = (subclass or getattr(burnish, kind))(
+        model=str(model) if not hasattr(model, "forward") else model, train_dataset=as_dataset(rows),
+        args=config(str(output), **{**PLAIN, **arguments}), **(trainer_args or {}),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     return trainer

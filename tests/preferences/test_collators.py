@@ -1,4 +1,4 @@
-"""A script's own collator: TRL's padded batch, converted to burnish's layout."""
+"""Custom collators: TRL's padded batches are converted to burnish's layout."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def folder(tmp_path_factory):
 
 
 def padded(sequences):
-    most = max(map(len, sequences)) + 2
-    return torch.tensor([[*one, *[0] * (most - len(one))] for one in sequences])
+    width = max(map(len, sequences)) + 2
+    return torch.tensor([[*one, *[0] * (width - len(one))] for one in sequences])
 
 
 def sides(prompts, answers, prefix=""):
@@ -26,38 +26,42 @@ def sides(prompts, answers, prefix=""):
             f"{prefix}attention_mask": padded([[1] * len(one) for one in ids])}  # fmt: skip
 
 
-def of_pairs(rows):
+def collate_pairs(rows):
     answers = [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows]
     return sides([row["prompt_ids"] for row in rows] * 2, answers)
 
 
-def of_verdicts(rows):
+def collate_labelled(rows):
     prompts = [row["prompt_ids"] for row in rows]
-    others = sides(prompts, [row["KL_completion_ids"] for row in rows], "KL_")
-    return sides(prompts, [row["completion_ids"] for row in rows]) | others | {"label": [row["label"] for row in rows]}
+    mismatched = sides(prompts, [row["KL_completion_ids"] for row in rows], "KL_")
+    return (
+        sides(prompts, [row["completion_ids"] for row in rows]) | mismatched | {"label": [row["label"] for row in rows]}
+    )
 
 
-def of_scores(rows):
-    made = sides([[]] * (2 * len(rows)), [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows])
-    del made["completion_mask"]
-    return made | {"margin": torch.tensor([row["margin"] for row in rows])}
+def collate_scored(rows):
+    batch = sides([[]] * (2 * len(rows)), [row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows])
+    del batch["completion_mask"]
+    return batch | {"margin": torch.tensor([row["margin"] for row in rows])}
 
 
-KINDS = {"DPOTrainer": of_pairs, "KTOTrainer": of_verdicts, "RewardTrainer": of_scores}
+KINDS = {"DPOTrainer": collate_pairs, "KTOTrainer": collate_labelled, "RewardTrainer": collate_scored}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trl_padding_collator_learns_the_same_as_burnish_rows(kind, folder, tmp_path):
+def test_batches_of_a_trl_padding_collator_train_like_burnish_rows(kind, folder, tmp_path):
     own = losses(make(kind, folder / "model", tmp_path / "own"))
-    assert losses(make(kind, folder / "model", tmp_path / "its", given={"data_collator": KINDS[kind]})) == own
+    assert losses(make(kind, folder / "model", tmp_path / "its", trainer_args={"data_collator": KINDS[kind]})) == own
 
 
-def test_collator_changes_are_learned(folder, tmp_path):
+def test_changes_of_a_collator_are_trained(folder, tmp_path):
     def swapped(rows):
-        return of_pairs([{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows])
+        return collate_pairs(
+            [{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows]
+        )
 
     own = make("DPOTrainer", folder / "model", tmp_path / "own", precompute_ref_log_probs=True)
-    its = make("DPOTrainer", folder / "model", tmp_path / "its", given={"data_collator": swapped},
+    its = make("DPOTrainer", folder / "model", tmp_path / "its", trainer_args={"data_collator": swapped},
                precompute_ref_log_probs=True)  # fmt: skip
     theirs = list(its.train_dataset["reference_rejected_logps"])
     assert list(own.train_dataset["reference_chosen_logps"]) == pytest.approx(theirs, rel=1e-6)
@@ -66,7 +70,7 @@ def test_collator_changes_are_learned(folder, tmp_path):
 
 def test_collator_without_completion_mask_is_rejected(folder, tmp_path):
     def bare(rows):
-        return {name: value for name, value in of_pairs(rows).items() if name != "completion_mask"}
+        return {name: value for name, value in collate_pairs(rows).items() if name != "completion_mask"}
 
     with pytest.raises(ValueError, match="must return input_ids, completion_mask"):
-        losses(make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": bare}))
+        losses(make("DPOTrainer", folder / "model", tmp_path, trainer_args={"data_collator": bare}))

@@ -1,4 +1,4 @@
-"""A preference step gives the same update for any micro-batching and layout."""
+"""A preference training step gives the same update for any micro-batching and layout."""
 
 import pytest
 import torch
@@ -37,23 +37,23 @@ def answer(generator, prompt):
 
 def rows(kind, count=8):
     generator = torch.Generator().manual_seed(1)
-    made = []
+    result = []
     for number in range(count):
         prompt = torch.randint(
             3, 64, (int(torch.randint(4, 40, (), generator=generator)),), generator=generator
         ).tolist()
-        (one, of_one), (other, of_other) = answer(generator, prompt), answer(generator, prompt)
+        (first, first_labels), (second, second_labels) = answer(generator, prompt), answer(generator, prompt)
         if kind == "verdicts":
-            made.append({"input_ids": one, "labels": of_one, "tag": number % 3 > 0, "kl_input_ids": other,
-                         "kl_labels": of_other})  # fmt: skip
+            result.append({"input_ids": first, "labels": first_labels, "tag": number % 3 > 0, "kl_input_ids": second,
+                         "kl_labels": second_labels})  # fmt: skip
         else:
-            made.append({"chosen_input_ids": one, "chosen_labels": of_one, "rejected_input_ids": other,
-                         "rejected_labels": of_other})  # fmt: skip
-    return made
+            result.append({"chosen_input_ids": first, "chosen_labels": first_labels, "rejected_input_ids": second,
+                         "rejected_labels": second_labels})  # fmt: skip
+    return result
 
 
 def update(kind, cut, is_padding_free=True, needed=True, fused=True, **overrides):
-    """Loss and gradient of one step, as the loop takes it."""
+    """Return loss and gradients of one step, computed as in the loop."""
     options = Flat(**overrides, fused_loss="auto" if fused else False)
     policy, reference = tiny_model(seed=0, max_position_embeddings=128), tiny_model(seed=1, max_position_embeddings=128)
     objective = {"pairs": PairObjective, "verdicts": KtoObjective, "scores": RewardObjective}[kind](
@@ -125,7 +125,7 @@ def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
     sums = torch.zeros(6).index_add(0, batch["owner"], values.token_logps.detach())
     assert torch.allclose(sums, values.logps.detach(), atol=1e-5)
 
-    weights = torch.linspace(-1, 1, len(values.token_logps))  # as advantages of single tokens would be
+    weights = torch.linspace(-1, 1, len(values.token_logps))  # like per-token advantages
     (values.token_logps * weights).sum().backward()
     result = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
     policy.zero_grad()

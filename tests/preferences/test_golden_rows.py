@@ -47,11 +47,11 @@ def folder(tmp_path_factory):
 def encoded(name, folder, template, stage, cutoff_len=1024, count=None, **overrides):
     overrides = {"truncation": "llamafactory", "missing_control_tokens": "split", **overrides}
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "tokenizer")
-    made = load_template(template_options(template=template, cutoff_len=cutoff_len, **overrides), tokenizer)
-    configure_tokenizer(made, tokenizer)
+    loaded_template = load_template(template_options(template=template, cutoff_len=cutoff_len, **overrides), tokenizer)
+    configure_tokenizer(loaded_template, tokenizer)
     options = data_options(dataset=name, dataset_dir=str(folder), max_samples=count, on_bad_record="drop")
     examples = load_datasets(options, 0, DataStats(), needs=RecordNeeds(OBJECTIVES[stage].records, stage=stage)).train
-    encode = made.encode_unpaired if stage == "kto" else made.encode_pairs
+    encode = loaded_template.encode_unpaired if stage == "kto" else loaded_template.encode_pairs
     return [row for row in encode(examples, DataStats()) if row is not None]
 
 
@@ -61,9 +61,9 @@ def prompt_of(row, side):
 
 
 def assert_same(row, side, expected):
-    ids, at = row[f"{side}input_ids"].tolist(), expected["prompt_length"]
+    ids, start = row[f"{side}input_ids"].tolist(), expected["prompt_length"]
     assert ids == expected["input_ids"]
-    assert row[f"{side}labels"].tolist() == [IGNORE_INDEX] * at + ids[at:]
+    assert row[f"{side}labels"].tolist() == [IGNORE_INDEX] * start + ids[start:]
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_rows_match_llamafactory(case, folder):
     rows = encoded(case["data"], folder, case["template"], stage, case["cutoff_len"], count)
     expected = [row for place, row in enumerate(case["rows"]) if place not in WRONG.get(case["data"], {})]
     assert len(rows) == len(expected)
-    for number, (row, wanted) in enumerate(zip(rows, expected, strict=True)):
+    for number, (row, expected_row) in enumerate(zip(rows, expected, strict=True)):
         if case["template"] == "llama3" and case["data"] == "pairs_sharegpt" and number:
-            continue  # tools: LLaMA-Factory writes the day on which it runs, burnish a fixed one (data/templates/tools)
+            continue  # tools: LLaMA-Factory inserts the current date, burnish a fixed one (data/templates/tools)
         if stage == "dpo":
-            assert_same(row, "chosen_", wanted["chosen"])
-            assert_same(row, "rejected_", wanted["rejected"])
+            assert_same(row, "chosen_", expected_row["chosen"])
+            assert_same(row, "rejected_", expected_row["rejected"])
             continue
-        assert_same(row, "", wanted["completion"])
-        assert row["tag"] == wanted["tag"]
-        # The neighbour of the one behind the two that are dropped is another here.
+        assert_same(row, "", expected_row["completion"])
+        assert row["tag"] == expected_row["tag"]
+        # The record after the two dropped ones has a different neighbor here.
         if case["data"] == "kto_en_demo" or number != 3:
-            assert_same(row, "kl_", wanted["kl"])
+            assert_same(row, "kl_", expected_row["kl"])

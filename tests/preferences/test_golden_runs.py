@@ -25,8 +25,8 @@ Flat = union("Flat", KtoOptions, LmOptions, PreferenceOptions, PatchOptions)
 LOSS = 1e-4  # relative: float32 sums of some hundred log-probabilities in another order, through AdamW
 NORM = 2e-5
 RATE = 1e-3
-OF_LLAMAFACTORY = ["rm", "dpo_sigmoid", "dpo_sigmoid_lora_adapter", "dpo_sigmoid_reference_ftx", "orpo", "simpo"]
-OF_TRL = [
+LLAMAFACTORY_CASES = ["rm", "dpo_sigmoid", "dpo_sigmoid_lora_adapter", "dpo_sigmoid_reference_ftx", "orpo", "simpo"]
+TRL_CASES = [
     name
     for name, case in golden().get("runs", {}).get("trl", {}).items()
     if case["settings"]["trainer"] == "DPOTrainer"
@@ -54,23 +54,23 @@ def assert_same(case, logs, norms, steps=5):
                 assert norms[name.replace(".default", "")] == pytest.approx(norm, rel=NORM), name
 
 
-@pytest.mark.parametrize("name", representative_slow(OF_LLAMAFACTORY, ("rm", "dpo_sigmoid")))
+@pytest.mark.parametrize("name", representative_slow(LLAMAFACTORY_CASES, ("rm", "dpo_sigmoid")))
 def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]
     options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
     if options.get("adapter_name_or_path"):
-        options["ref_model"] = "policy"  # there the reference of an adapter that is continued is the bare base
+        options["ref_model"] = "policy"  # in LLaMA-Factory, the reference of a continued adapter is the base model
     assert_same(case, *run(folder, monkeypatch, **options))
 
 
 def test_first_step_baseline_matches_llamafactory(folder, monkeypatch):
-    """Later ones move with each micro-batch there, and once per step here."""
+    """Later baselines change with each micro-batch in LLaMA-Factory, and once per step in burnish."""
     case = golden()["runs"]["llamafactory"]["dpo_bco"]
     options = {key: value for key, value in case["settings"].items() if key not in ("do_train", "disable_shuffling")}
     assert_same(case, *run(folder, monkeypatch, **options), steps=1)
 
 
-@pytest.mark.parametrize("name", representative_slow(OF_TRL, ("dpo_sigmoid", "dpo_mpo")))
+@pytest.mark.parametrize("name", representative_slow(TRL_CASES, ("dpo_sigmoid", "dpo_mpo")))
 def test_five_steps_match_trl(name, folder, monkeypatch):
     case = golden()["runs"]["trl"][name]
     requested = case["settings"]
@@ -86,7 +86,7 @@ def test_five_steps_match_trl(name, folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["reward", "reward_center"])
 def test_five_steps_of_a_classifier_match_trl(name, folder, monkeypatch):
-    """Its least and greatest rewards are means over micro-batches there."""
+    """TRL's minimum and maximum rewards are means over micro-batches."""
     case = golden()["runs"]["trl"][name]
     options = {"stage": "rm", "dataset": "dpo_en_demo", "model_name_or_path": "scorer"}
     centre = case["settings"].get("center_rewards_coefficient")
@@ -103,12 +103,12 @@ def test_five_steps_of_a_classifier_match_trl(name, folder, monkeypatch):
 
 
 def test_first_micro_batches_of_kto_match_trl(folder):
-    """Its other answers stand behind the record's own prompt, and its baseline is that of a micro-batch."""
+    """TRL puts mismatched completions after the record's own prompt, and has a baseline per micro-batch."""
     case, records = golden()["runs"]["trl"]["kto"], golden()["runs"]["rows"]["chatml"]["kto"]
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(folder / "models" / name) for name in ("policy", "reference")
     )
-    objective, module = fitted_kto(policy, reference)
+    objective, module = configured_kto(policy, reference)
     engine = SingleProcess(ParallelOptions(use_cpu=True))
     for start, expected in zip((0, 2), case["micro_losses"], strict=False):
         rows = [kto_row(record) for record in records[start : start + 2]]
@@ -117,7 +117,7 @@ def test_first_micro_batches_of_kto_match_trl(folder):
         assert loss.item() == pytest.approx(expected, rel=LOSS)
 
 
-def fitted_kto(policy, reference):
+def configured_kto(policy, reference):
     options = Flat()
     objective = KtoObjective(options, template=None)
     objective.configure(
@@ -130,11 +130,11 @@ def fitted_kto(policy, reference):
 
 
 def kto_row(record):
-    (ids, at), (other, of_other) = (
+    (ids, start), (other, other_start) = (
         (row["input_ids"], row["prompt_length"]) for row in (record["completion"], record["kl"])
     )
-    beside = ids[:at] + other[of_other:]
+    mismatched_ids = ids[:start] + other[other_start:]
     return {
-        "input_ids": ids, "labels": [-100] * at + ids[at:], "tag": record["tag"],
-        "kl_input_ids": beside, "kl_labels": [-100] * at + beside[at:],
+        "input_ids": ids, "labels": [-100] * start + ids[start:], "tag": record["tag"],
+        "kl_input_ids": mismatched_ids, "kl_labels": [-100] * start + mismatched_ids[start:],
     }  # fmt: skip

@@ -35,7 +35,7 @@ def known_losses():
 
 @pytest.fixture
 def baseline(workspace, monkeypatch, known_losses):
-    """Return a function: options -> losses, which trains once for each set of options."""
+    """Return a function: options -> losses. It trains once for each set of options."""
 
     def losses_of(options):
         key = json.dumps(options)
@@ -97,7 +97,7 @@ def test_reward_head_selects_saved_format_of_reward_model(workspace, monkeypatch
 
 
 def test_reward_model_scores_dataset_and_reloads_in_burnish_and_transformers(workspace, monkeypatch):
-    """By burnish, which evaluates what it has saved; and by transformers, as a sequence classifier."""
+    """The saved model is evaluated by burnish, and by transformers as a sequence classifier."""
     trained = workspace / "scorer"
     data = {
         "eval_dataset": str(workspace / "pairs.json"),
@@ -137,7 +137,7 @@ def test_dropout_is_disabled_by_default(workspace, monkeypatch):
 
 
 def test_reference_can_have_adapters_and_be_quantized(workspace, monkeypatch):
-    """The second model is loaded as a model of such options is."""
+    """The reference is loaded like a model with these options."""
     from burnish.run import references
 
     requested, load_model, load_adapter = [], references.load_model, references.load_adapter
@@ -170,7 +170,7 @@ def make_adapter(workspace, monkeypatch):
     ids=lambda options: "-".join(options) or "full",
 )
 def test_precomputed_reference_gives_the_same_loss(workspace, monkeypatch, changes):
-    """And of the start no copy is kept."""
+    """No copy of the initial model is kept either."""
     from burnish.run import references
 
     more = {**changes, "eval_dataset": str(workspace / "pairs.json"), "eval_strategy": "steps", "eval_steps": 3}
@@ -240,12 +240,12 @@ def test_options_without_effect_or_with_unlikely_values_are_reported(workspace, 
 
 
 def kto_notes(chosen, rejected):
-    """Notes on 8 desirable and 4 undesirable responses."""
+    """Return the notes on 8 desirable and 4 undesirable responses."""
     objective = object.__new__(KtoObjective)
     objective.options = SimpleNamespace(
         kto_chosen_weight=chosen, kto_rejected_weight=rejected, pref_ftx=0.0, kto_loss="kto"
     )
-    return objective.inspect([{"tag": at < 8} for at in range(12)], 64)
+    return objective.inspect([{"tag": number < 8} for number in range(12)], 64)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,9 @@ def kto_notes(chosen, rejected):
     ],
 )  # fmt: skip
 def test_advice_on_kto_weights_is_usable(weights, expected):
-    found = kto_notes(*weights)
-    assert len(found) == (expected is not None)
-    assert expected is None or expected in found[0]
+    notes = kto_notes(*weights)
+    assert len(notes) == (expected is not None)
+    assert expected is None or expected in notes[0]
 
 
 def test_kto_weights_of_0_are_rejected():
@@ -315,7 +315,7 @@ NEW = [f"<new {number}>" for number in range(64)]
 
 @pytest.fixture(scope="module")
 def larger(workspace):
-    """A model with as many rows as the embedding of the policy has after a token is added."""
+    """Save a model whose vocabulary size is that of the policy after a token is added."""
     return make_model(workspace / "larger", vocab_size=384)
 
 
@@ -333,11 +333,11 @@ def larger(workspace):
     ids=str,
 )  # fmt: skip
 def test_reference_with_another_vocabulary_is_reported_before_weights_are_read(workspace, larger, options, message):
-    made = run_options(workspace, **options)
+    prepared_options = run_options(workspace, **options)
     if message is None:
-        prepare(plan(made))
+        prepare(plan(prepared_options))
         return
     with pytest.raises(UserError) as error:
-        prepare(plan(made))
+        prepare(plan(prepared_options))
     assert message in str(error.value)
     assert "Set ref_model to a model with the vocabulary of the policy." in str(error.value)

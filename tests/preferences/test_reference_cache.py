@@ -23,7 +23,7 @@ def workspace(tmp_path):
 
 @pytest.fixture
 def reference_counts(monkeypatch):
-    """The number of rows of each set about which the reference was asked."""
+    """Return a list that gets the number of rows of each computation of reference log-probabilities."""
     requested, fill = [], RowsWithReference.fill
 
     def counted(self, *args):

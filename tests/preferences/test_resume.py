@@ -1,5 +1,5 @@
-"""An interrupted preference run resumes to bitwise equal weights and logs, including its running state (a moving
-baseline, a reference that follows, a value head).
+"""An interrupted preference run resumes to bitwise equal weights and logs, including its state (a moving baseline, a
+reference that is updated, a value head).
 """
 
 import json
@@ -51,17 +51,17 @@ def test_stopped_run_resumes_to_the_same_weights(workspace, monkeypatch, name):
     if "adapter_name_or_path" in made:
         losses(workspace, monkeypatch, finetuning_type="lora", output_dir=str(workspace / "adapter"))
         made["adapter_name_or_path"] = str(workspace / "adapter")
-    whole, parted = workspace / "whole", workspace / "parted"
+    whole, resumed = workspace / "whole", workspace / "parted"
     expected = losses(workspace, monkeypatch, **made, output_dir=str(whole))
-    losses(workspace, monkeypatch, **made, output_dir=str(parted))
-    for left in parted.iterdir():  # as a run that was killed behind its third step leaves it
+    losses(workspace, monkeypatch, **made, output_dir=str(resumed))
+    for left in resumed.iterdir():  # the state after a kill following step 3
         if left.name != "checkpoint-3":
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    again = losses(workspace, monkeypatch, **made, output_dir=str(parted), overwrite_output_dir=False)
+    again = losses(workspace, monkeypatch, **made, output_dir=str(resumed), overwrite_output_dir=False)
     assert again == expected
-    one, other = weights(whole), weights(parted)
+    one, other = weights(whole), weights(resumed)
     assert one.keys() == other.keys()
     for key in one:
         assert torch.equal(one[key], other[key]), key
-    logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"][:5] for folder in (whole, parted)]
+    logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"][:5] for folder in (whole, resumed)]
     assert logs[0] == logs[1]

@@ -1,4 +1,4 @@
-"""Preference training with sharded weights: the losses of one process, or a clear rejection."""
+"""Preference training with sharded weights: the losses of one process, or an error message."""
 
 import importlib.util
 import json
@@ -69,7 +69,7 @@ def _losses(folder):
 
 
 def assert_same_files(ours, theirs):
-    """The weights of every file, the reward head's too; sums over ranks are added in another order."""
+    """Compare the weights of all files, including the reward head; sums over ranks are added in another order."""
     names = sorted(file.name for file in theirs.glob("*.safetensors"))
     assert names == sorted(file.name for file in ours.glob("*.safetensors"))
     for name in names:

@@ -30,5 +30,5 @@ def test_reference_of_sharded_policy_is_the_initial_model(tmp_path):
     script(tmp_path, tmp_path / "one")
     in_two_processes(sharded, str(tmp_path), str(tmp_path / "two"))
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert abs(one[-1] - math.log(2)) > 0.01  # a reference that followed the policy would leave it there
+    assert abs(one[-1] - math.log(2)) > 0.01  # with a reference that equals the policy, the loss would stay there
     assert two == pytest.approx(one, rel=1e-4)

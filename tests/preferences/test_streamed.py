@@ -15,7 +15,7 @@ from small_run import WORDS
 pytestmark = pytest.mark.run
 
 
-def verdicts(count=12):
+def labelled_examples(count=12):
     return [
         {"instruction": f"Repeat: {WORDS[i % 10]}", "output": " ".join([WORDS[(i + i % 2) % 10]] * (1 + i % 3)),
          "label": bool(i % 2)}
@@ -26,45 +26,47 @@ def verdicts(count=12):
 @pytest.fixture
 def workspace(tmp_path):
     make_pair_workspace(tmp_path)
-    (tmp_path / "verdicts.json").write_text(json.dumps(verdicts()))
+    (tmp_path / "verdicts.json").write_text(json.dumps(labelled_examples()))
     return tmp_path
 
 
-def of_verdicts(workspace, **more):
+def kto_options(workspace, **more):
     columns = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
     return {"stage": "kto", "dataset": str(workspace / "verdicts.json"), "train_sampling_strategy": "sequential",
             "columns": json.dumps(columns), **more}  # fmt: skip
 
 
 def test_streamed_kto_examples_train_like_loaded_ones(workspace, monkeypatch):
-    stored = losses(workspace, monkeypatch, **of_verdicts(workspace))
-    assert losses(workspace, monkeypatch, **of_verdicts(workspace, streaming=True, buffer_size=64)) == stored
+    stored = losses(workspace, monkeypatch, **kto_options(workspace))
+    assert losses(workspace, monkeypatch, **kto_options(workspace, streaming=True, buffer_size=64)) == stored
 
 
 def test_invalid_streamed_record_is_not_used_as_neighbor(workspace, monkeypatch):
-    records = verdicts()
+    records = labelled_examples()
     records[3]["label"] = "perhaps"
     (workspace / "verdicts.json").write_text(json.dumps(records))
     bad = {"on_bad_record": "drop"}
-    stored = losses(workspace, monkeypatch, **of_verdicts(workspace, **bad))
-    streamed = losses(workspace, monkeypatch, **of_verdicts(workspace, streaming=True, **bad))
-    assert streamed[0] == stored[0]  # the later steps have other rows: the bad record has a place in the order
+    stored = losses(workspace, monkeypatch, **kto_options(workspace, **bad))
+    streamed = losses(workspace, monkeypatch, **kto_options(workspace, streaming=True, **bad))
+    assert (
+        streamed[0] == stored[0]
+    )  # the rows of later steps differ, because the invalid record has a position in the order
 
 
 @pytest.mark.parametrize("stage", ["dpo", "rm", "kto"])
 def test_micro_batch_without_rows_is_blank(workspace, monkeypatch, stage):
-    records = pairs() if stage != "kto" else verdicts()
-    for record in records[:2]:  # the whole first micro-batch of the first step
+    records = pairs() if stage != "kto" else labelled_examples()
+    for record in records[:2]:  # the entire first micro-batch of the first step
         record |= {"label": 3} if stage == "kto" else {"rejected": ""}
     (workspace / "pairs.json").write_text(json.dumps(records))
     more = {"streaming": True, "on_bad_record": "drop", "stage": stage, "train_sampling_strategy": "sequential",
             "dataset": str(workspace / "pairs.json")}  # fmt: skip
     if stage == "kto":
-        more["columns"] = of_verdicts(workspace)["columns"]
+        more["columns"] = kto_options(workspace)["columns"]
     assert len(losses(workspace, monkeypatch, **more)) == 3
 
 
-# --- other answers of the step ----------------------------------------------------------------------------------------
+# --- mismatched responses of a step -----------------------------------------------------------------------------------
 
 GROUP = {"kl_pairing": "group"}
 
@@ -77,9 +79,9 @@ def test_each_row_of_a_step_uses_preceding_different_response():
     rows = RowsWithMismatched(ListedRows([as_row([1, 2], [7]), as_row([3], [8, 9]), as_row([4], [8, 9]), None]), 4)
     keys = rows.keys_of_step([2, 0, 1, 3])
     assert keys == {2: (2, 0), 0: (0, 2), 1: (1, 0), 3: (3, 1)}
-    taken = rows.__getitems__([keys[item] for item in (2, 0, 1, 3)])
-    assert [row and row.get("kl_input_ids") for row in taken] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
-    assert taken[1]["kl_labels"] == [-100, -100, 8, 9]
+    fetched = rows.__getitems__([keys[item] for item in (2, 0, 1, 3)])
+    assert [row and row.get("kl_input_ids") for row in fetched] == [[4, 7], [1, 2, 8, 9], [3, 7], None]
+    assert fetched[1]["kl_labels"] == [-100, -100, 8, 9]
     assert RowsWithMismatched(rows.rows, 3).__getitems__([(0, 2)])[0]["kl_input_ids"] == [1, 2, 8]
     assert rows.keys_of_step([1]) == {1: (1, None)}
 
@@ -93,7 +95,7 @@ def test_each_row_of_a_step_uses_preceding_different_response():
     ids=lambda cut: next(iter(cut)),
 )  # fmt: skip
 def test_step_mismatched_responses_do_not_depend_on_micro_batching(workspace, monkeypatch, cut):
-    options = of_verdicts(workspace, model_name_or_path="other", ref_model="model", **GROUP)
+    options = kto_options(workspace, model_name_or_path="other", ref_model="model", **GROUP)
     whole = losses(workspace, monkeypatch, **options)
     assert losses(workspace, monkeypatch, **{**options, **cut}) == pytest.approx(whole, rel=1e-5)
     assert whole != losses(workspace, monkeypatch, **{**options, "kl_pairing": "neighbour"})
@@ -101,7 +103,7 @@ def test_step_mismatched_responses_do_not_depend_on_micro_batching(workspace, mo
 
 def test_evaluation_uses_neighbors_of_its_dataset(workspace, monkeypatch):
     more = {"eval_dataset": str(workspace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
-    assert losses(workspace, monkeypatch, **of_verdicts(workspace, **GROUP, **more))
+    assert losses(workspace, monkeypatch, **kto_options(workspace, **GROUP, **more))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_evaluation_uses_neighbors_of_its_dataset(workspace, monkeypatch):
 )
 def test_options_that_prevent_step_pairing_are_rejected(workspace, change, message):
     with pytest.raises(UserError, match=message):
-        plan(run_options(workspace, **of_verdicts(workspace, **GROUP, **change)))
+        plan(run_options(workspace, **kto_options(workspace, **GROUP, **change)))
 
 
 @pytest.mark.parametrize("changes", [{"stage": "dpo"}, {"stage": "kto", "kto_loss": "apo_zero_unpaired"}], ids=str)

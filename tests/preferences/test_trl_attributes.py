@@ -3,8 +3,8 @@
 import pytest
 import torch
 from datasets import IterableDataset
-from script_runs import as_set, losses, make, pairs, verdicts, weights
-from test_collators import of_pairs
+from script_runs import as_dataset, labelled_examples, losses, make, pairs, weights
+from test_collators import collate_pairs
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -32,15 +32,15 @@ def read(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def mixture(folder, asks=False):
-    """A mixture of experts whose config does not ask for its router's loss, as they are published, or does."""
+def mixture(folder, enables_router_loss=False):
+    """Save a mixture of experts whose config enables the router loss or not; published configs do not."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     config = MixtralConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=4, router_aux_loss_coef=0.5, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    config.output_router_logits = asks
+    config.output_router_logits = enables_router_loss
     MixtralForCausalLM(config).save_pretrained(folder / "mixture")
     tokenizer.save_pretrained(folder / "mixture")
     return folder / "mixture"
@@ -51,7 +51,7 @@ def mixture(folder, asks=False):
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_mixture_of_experts_is_balanced_by_default(kind, folder, tmp_path):
-    """The loss has the router's by the model's own weight, and the log has it without: that of the padded rows."""
+    """The router loss is added with the weight of the model's config, and is not part of the logged loss."""
     model, result = mixture(folder), {}
     rows = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1}
     for requested in (0.0, None):
@@ -68,8 +68,8 @@ def test_mixture_of_experts_is_balanced_by_default(kind, folder, tmp_path):
 
 @pytest.mark.parametrize(("kind", "is_balanced"), [("DPOTrainer", False), ("ORPOTrainer", True)])
 def test_router_loss_in_model_config_is_followed_as_in_trl(kind, is_balanced, folder, tmp_path):
-    """A weight of 0 stands above it; ORPO and CPO go by the config alone."""
-    trainer = make(kind, mixture(folder, asks=True), tmp_path, max_steps=1, **(
+    """A weight of 0 overrides the config; ORPO and CPO only use the config."""
+    trainer = make(kind, mixture(folder, enables_router_loss=True), tmp_path, max_steps=1, **(
         {} if is_balanced else {"router_aux_loss_coef": 0.0}
     ))  # fmt: skip
     losses(trainer)
@@ -90,7 +90,7 @@ def test_router_weight_for_model_without_router_is_rejected(folder, tmp_path):
 def test_loaded_model_is_not_quantized(folder, tmp_path):
     four = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
     with pytest.raises(UserError, match="already instantiated"):
-        make("DPOTrainer", read(folder / "model"), tmp_path, given=four)
+        make("DPOTrainer", read(folder / "model"), tmp_path, trainer_args=four)
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
@@ -125,30 +125,37 @@ def in_stream(rows):
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_new_dataset_is_compared_with_the_existing_reference(kind, folder, tmp_path):
-    rows = verdicts(4) if kind == "KTOTrainer" else pairs(4)
+    rows = labelled_examples(4) if kind == "KTOTrainer" else pairs(4)
     trainer = make(kind, folder / "model", tmp_path, precompute_ref_log_probs=True)
     plain = make(kind, folder / "model", tmp_path)
-    assert trainer.evaluate(as_set(rows))["eval_loss"] == plain.evaluate(as_set(rows))["eval_loss"]
-    assert torch.tensor(trainer.predict(as_set(rows)).predictions).abs().max() == 0  # of its own reference
+    assert trainer.evaluate(as_dataset(rows))["eval_loss"] == plain.evaluate(as_dataset(rows))["eval_loss"]
+    assert torch.tensor(trainer.predict(as_dataset(rows)).predictions).abs().max() == 0  # with its own reference
     with pytest.raises(ValueError, match="not supported with IterableDataset"):
         trainer.evaluate(in_stream(rows))
     trainer.train()
-    for ask in (trainer.evaluate, trainer.predict):
+    for evaluate in (trainer.evaluate, trainer.predict):
         with pytest.raises(UserError, match="Cannot compute reference log-probabilities for a dataset passed to"):
-            ask(as_set(rows))
+            evaluate(as_dataset(rows))
 
 
 def test_base_of_adapter_stays_the_reference_after_training(folder, tmp_path):
     from peft import LoraConfig
 
     options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")}
-    made = [
-        make("DPOTrainer", folder / "model", tmp_path, given=dict(options), precompute_ref_log_probs=is_asked, seed=4)
-        for is_asked in (True, False)
+    trainers = [
+        make(
+            "DPOTrainer",
+            folder / "model",
+            tmp_path,
+            trainer_args=dict(options),
+            precompute_ref_log_probs=is_enabled,
+            seed=4,
+        )
+        for is_enabled in (True, False)
     ]
-    for trainer in made:
+    for trainer in trainers:
         trainer.train()
-    beforehand, in_passing = (trainer.evaluate(as_set(pairs(4)))["eval_loss"] for trainer in made)
+    beforehand, in_passing = (trainer.evaluate(as_dataset(pairs(4)))["eval_loss"] for trainer in trainers)
     assert beforehand == pytest.approx(in_passing, rel=1e-6)
     assert beforehand != pytest.approx(0.6931472, rel=1e-6)
 
@@ -159,12 +166,12 @@ def test_base_of_adapter_stays_the_reference_after_training(folder, tmp_path):
 def test_collator_returns_padded_trl_batch(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path)
     rows = [trainer.train_dataset[number] for number in range(3)]
-    made, pad = trainer.data_collator(rows), trainer.processing_class.pad_token_id
+    batch, pad = trainer.data_collator(rows), trainer.processing_class.pad_token_id
     ids = [row["prompt_ids"] + row[f"{side}_ids"] for side in ("chosen", "rejected") for row in rows]
     most = max(map(len, ids))
-    assert made["input_ids"].tolist() == [[*one, *[pad] * (most - len(one))] for one in ids]
-    assert made["attention_mask"].sum(-1).tolist() == [len(one) for one in ids]
-    assert made["completion_mask"].sum(-1).tolist() == [
+    assert batch["input_ids"].tolist() == [[*one, *[pad] * (most - len(one))] for one in ids]
+    assert batch["attention_mask"].sum(-1).tolist() == [len(one) for one in ids]
+    assert batch["completion_mask"].sum(-1).tolist() == [
         len(row[f"{side}_ids"]) for side in ("chosen", "rejected") for row in rows
     ]
 
@@ -179,21 +186,23 @@ def test_kto_collator_includes_mismatched_responses(folder, tmp_path):
 
 
 def test_replaced_collator_is_used_for_training(folder, tmp_path):
-    from_the_start = make("DPOTrainer", folder / "model", tmp_path, given={"data_collator": swapped})
+    from_the_start = make("DPOTrainer", folder / "model", tmp_path, trainer_args={"data_collator": swapped})
     later = make("DPOTrainer", folder / "model", tmp_path)
     later.data_collator = swapped
     assert losses(later) == losses(from_the_start)
 
 
 def swapped(rows):
-    return of_pairs([{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows])
+    return collate_pairs(
+        [{**row, "chosen_ids": row["rejected_ids"], "rejected_ids": row["chosen_ids"]} for row in rows]
+    )
 
 
-# --- small sets -------------------------------------------------------------------------------------------------------
+# --- single examples and changed attributes ---------------------------------------------------------------------------
 
 
 def test_single_kto_example_is_compared_with_itself(folder, tmp_path):
-    trainer = make("KTOTrainer", folder / "model", tmp_path, verdicts(1))
+    trainer = make("KTOTrainer", folder / "model", tmp_path, labelled_examples(1))
     assert trainer.train_dataset[0]["KL_completion_ids"] == trainer.train_dataset[0]["completion_ids"]
     assert losses(trainer)
 
@@ -219,4 +228,4 @@ def test_reward_trainer_names_how_a_script_adds_a_padding_token(folder, tmp_path
     vocabulary = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, unk_token="</s>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="</s>", pad_token="</s>")
     with pytest.raises(UserError, match=r"one token early[^$]*resize_token_embeddings\(len\(tokenizer\)\)"):
-        make("RewardTrainer", folder / "model", tmp_path, given={"processing_class": tokenizer})
+        make("RewardTrainer", folder / "model", tmp_path, trainer_args={"processing_class": tokenizer})

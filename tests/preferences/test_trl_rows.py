@@ -29,8 +29,8 @@ def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, 
     return preference_rows(Dataset.from_list(records), "train", args, kind, encode, template)
 
 
-def within(row, limit):
-    """TRL cuts its rows when it collates them."""
+def truncated(row, limit):
+    """Return a row truncated as by TRL's collator."""
     at = len(row.get("prompt_ids", []))
     sides = {name: row[name][: limit - at] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row}
     return {**{name: row[name] for name in ("prompt_ids", "label", "margin") if name in row}, **sides}
@@ -39,14 +39,14 @@ def within(row, limit):
 CASES = golden().get("rows", {}).get("trl", {}).get("encoded", [])
 
 
-def expected_of(case):
-    """The golden rows; of a pair whose answers are the same once cut nothing is learned, so burnish leaves it out."""
-    rows = [within(row, case["max_length"]) for row in case["rows"]]
+def expected_rows(case):
+    """Return the golden rows without pairs whose responses are equal after truncation, which burnish drops."""
+    rows = [truncated(row, case["max_length"]) for row in case["rows"]]
     return [row for row in rows if "rejected_ids" not in row or row["chosen_ids"] != row["rejected_ids"]]
 
 
-def wholes(rows):
-    """Prompts with their answers, wherever these begin."""
+def joined_rows(rows):
+    """Return prompts with their responses, wherever the responses begin."""
     return [
         [row.get("prompt_ids", []) + row[name] for name in row if name.endswith("_ids") and name != "prompt_ids"]
         for row in rows
@@ -57,14 +57,14 @@ def wholes(rows):
     "case", representative(CASES, 6), ids=lambda case: f"{case['set']}-{case['trainer']}-{case['max_length']}"
 )
 def test_rows_match_trl(case):
-    expected, records = expected_of(case), golden()["rows"]["trl"]["records"][case["set"]]
+    expected, records = expected_rows(case), golden()["rows"]["trl"]["records"][case["set"]]
     if not expected:
         with pytest.raises(UserError, match="No examples of the train dataset are left"):
             rows_of(records, case["trainer"], case["max_length"])
         return
     rows = [{name: row[name] for name in expected[0]} for row in rows_of(records, case["trainer"], case["max_length"])]
-    if case["set"] == "implicit_text":  # there "blue" and "black" are cut behind "bl"
-        assert wholes(rows) == wholes(expected)
+    if case["set"] == "implicit_text":  # there, "blue" and "black" are truncated to "bl"
+        assert joined_rows(rows) == joined_rows(expected)
         rows, expected = rows[::2], expected[::2]
     assert rows == expected
 
@@ -84,5 +84,7 @@ def test_mismatched_response_is_that_of_the_preceding_record(case):
     for place, (row, theirs) in enumerate(zip(rows, case["rows"], strict=True)):
         other = unpaired_row(row, limit)["kl_input_ids"][len(row["prompt_ids"]) :]
         assert other == rows[place - 1]["completion_ids"][: limit - len(row["prompt_ids"])]
-        if place % 2 and case["set"] != "implicit_text":  # TRL turns in blocks of two: the first takes the second
+        if (
+            place % 2 and case["set"] != "implicit_text"
+        ):  # TRL rotates within blocks of two, so the first record gets the second one's response
             assert other == theirs["KL_completion_ids"][: limit - len(row["prompt_ids"])]

@@ -58,7 +58,7 @@ def test_five_steps_match_trl(name, folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["kto", "dpo_mpo"])
 def test_first_step_of_one_micro_batch_matches_trl(name, folder, tmp_path):
-    """With the other answers that TRL chose, and the terms that it computes for a micro-batch."""
+    """With the mismatched completions that TRL chose, and the values that it computes per micro-batch."""
     case = golden()["runs"]["trl"][name]
     trainer = trainer_like(case, folder, tmp_path, gradient_accumulation_steps=1, max_steps=1)
     (log,) = logs_of(trainer)

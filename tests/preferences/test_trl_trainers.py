@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from script_runs import as_set, losses, make, message_list, pairs, verdicts, weights
+from script_runs import as_dataset, labelled_examples, losses, make, message_list, pairs, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 import burnish
@@ -48,8 +48,8 @@ def read(path):
     ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
 )
 def test_step_does_not_depend_on_micro_batches(kind, more, folder, tmp_path):
-    """Eight rows at once, cut as 8x1, 4x2 and 3+3+2."""
-    rows = verdicts(8) if kind == "KTOTrainer" else pairs(8)
+    """Eight rows at once, and as 8x1, 4x2 and 3+3+2."""
+    rows = labelled_examples(8) if kind == "KTOTrainer" else pairs(8)
     result = []
     for size, count in ((1, 8), (2, 4), (3, 3)):
         trainer = make(
@@ -89,28 +89,28 @@ def test_stopped_run_resumes_to_the_same_weights(name, folder, tmp_path):
 
     def trainer():
         lora = LORA | ({"task_type": "SEQ_CLS"} if kind == "RewardTrainer" else {})
-        return make(kind, folder / "model", tmp_path, given={"peft_config": LoraConfig(**lora)} if is_adapted else {},
-                    **arguments)  # fmt: skip
+        return make(kind, folder / "model", tmp_path,
+                    trainer_args={"peft_config": LoraConfig(**lora)} if is_adapted else {}, **arguments)  # fmt: skip
 
     whole = trainer()
     expected = losses(whole)
     shutil.rmtree(tmp_path / "checkpoint-5")
-    parted = trainer()
-    parted.train(resume_from_checkpoint=True)
-    assert [log["loss"] for log in parted.state.log_history if "loss" in log] == expected
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert [log["loss"] for log in resumed.state.log_history if "loss" in log] == expected
     for key, weight in weights(whole).items():
-        assert torch.equal(weight, weights(parted)[key]), key
+        assert torch.equal(weight, weights(resumed)[key]), key
 
 
-def of_two_processes(kind, model, output, asks_beforehand):
-    """Seven rows, so that a process has one less than the other; the first writes what was logged."""
-    rows = verdicts(7) if kind == "KTOTrainer" else pairs(7)
-    more = {} if asks_beforehand is None else {"precompute_ref_log_probs": asks_beforehand is True}
-    more |= {"kl_pairing": "group"} if asks_beforehand == "group" else {}
+def train_and_write(kind, model, output, precompute):
+    """Train and evaluate on seven rows, an unequal number per process; rank 0 writes the results."""
+    rows = labelled_examples(7) if kind == "KTOTrainer" else pairs(7)
+    more = {} if precompute is None else {"precompute_ref_log_probs": precompute is True}
+    more |= {"kl_pairing": "group"} if precompute == "group" else {}
     count = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = make(
-        kind, model, output, rows, {"eval_dataset": as_set(rows)}, per_device_train_batch_size=4 // count, max_steps=2,
-        per_device_eval_batch_size=2, **more,
+        kind, model, output, rows, {"eval_dataset": as_dataset(rows)}, per_device_train_batch_size=4 // count,
+        max_steps=2, per_device_eval_batch_size=2, **more,
     )  # fmt: skip
     trainer.train()
     result = trainer.evaluate()
@@ -122,7 +122,7 @@ def of_two_processes(kind, model, output, asks_beforehand):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "asks_beforehand"),
+    ("kind", "precompute"),
     [
         ("DPOTrainer", False),
         ("DPOTrainer", True),
@@ -131,11 +131,11 @@ def of_two_processes(kind, model, output, asks_beforehand):
         ("RewardTrainer", None),
     ],
 )
-def test_two_processes_train_like_one(kind, asks_beforehand, folder, tmp_path):
-    for name, run in (("one", lambda *args: of_two_processes(*args)),
-                      ("two", lambda *args: in_two_processes(of_two_processes, *args))):  # fmt: skip
+def test_two_processes_train_like_one(kind, precompute, folder, tmp_path):
+    for name, run in (("one", lambda *args: train_and_write(*args)),
+                      ("two", lambda *args: in_two_processes(train_and_write, *args))):  # fmt: skip
         (tmp_path / name).mkdir()
-        run(kind, str(folder / "model"), str(tmp_path / name), asks_beforehand)
+        run(kind, str(folder / "model"), str(tmp_path / name), precompute)
     one, two = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("one", "two"))
     assert one.pop("losses") == pytest.approx(two.pop("losses"), rel=1e-5)
     assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
@@ -143,8 +143,8 @@ def test_two_processes_train_like_one(kind, asks_beforehand, folder, tmp_path):
 
 def test_step_mismatched_response_precedes_in_epoch_order(folder, tmp_path):
     trainer = make(
-        "KTOTrainer", folder / "model", tmp_path, verdicts(8), kl_pairing="group", train_sampling_strategy="random",
-        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        "KTOTrainer", folder / "model", tmp_path, labelled_examples(8), kl_pairing="group",
+        train_sampling_strategy="random", per_device_train_batch_size=2, gradient_accumulation_steps=2,
     )  # fmt: skip
     sampler = trainer._get_train_sampler(trainer.train_dataset)
     order, answers = sampler.of_epoch(0), trainer.train_dataset["completion_ids"]
@@ -162,7 +162,7 @@ def test_step_mismatched_response_precedes_in_epoch_order(folder, tmp_path):
 
 
 def test_streamed_kto_examples_have_no_step_pairing(folder, tmp_path):
-    streamed = as_set(verdicts()).to_iterable_dataset()
+    streamed = as_dataset(labelled_examples()).to_iterable_dataset()
     with pytest.raises(ValueError, match="not supported with IterableDataset"):
         make("KTOTrainer", folder / "model", tmp_path, streamed, kl_pairing="group").train()
 
@@ -185,7 +185,7 @@ def test_pairs_of_kto_are_counted_once_in_messages(folder, tmp_path, caplog):
 
 
 def test_given_model_is_its_own_reference(folder, tmp_path):
-    """Whatever was done to its weights since it was loaded."""
+    """Even if its weights were changed after loading."""
     model = read(folder / "model")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -196,7 +196,7 @@ def test_given_model_is_its_own_reference(folder, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"init_lora_weights": "pissa"}])
 def test_reference_of_new_adapter_is_the_base_model(options, folder, tmp_path):
     adapter = LoraConfig(**LORA, **options)
-    trainer = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": adapter})
+    trainer = make("DPOTrainer", folder / "model", tmp_path, trainer_args={"peft_config": adapter})
     first, *_, last = losses(trainer)
     assert first == pytest.approx(math.log(2), abs=1e-5)
     assert last != first
@@ -204,12 +204,12 @@ def test_reference_of_new_adapter_is_the_base_model(options, folder, tmp_path):
 
 
 def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path):
-    made = make("DPOTrainer", folder / "model", tmp_path, given={"peft_config": LoraConfig(**LORA)})
+    made = make("DPOTrainer", folder / "model", tmp_path, trainer_args={"peft_config": LoraConfig(**LORA)})
     made.train()
     made.save_model(str(tmp_path / "adapter"))
     again = PeftModel.from_pretrained(read(folder / "model"), tmp_path / "adapter", is_trainable=True)
     options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
-    assert losses(make("DPOTrainer", again, tmp_path, given=options))[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses(make("DPOTrainer", again, tmp_path, trainer_args=options))[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_reference_of_continued_adapter_is_the_initial_adapter(folder, tmp_path)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_reference_of_another_type_is_rejected(kind, given, error, message, folder, tmp_path):
     with pytest.raises(error, match=message):
-        make(kind, folder / "model", tmp_path, given={"ref_model": given})
+        make(kind, folder / "model", tmp_path, trainer_args={"ref_model": given})
 
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
@@ -237,22 +237,22 @@ def test_reference_with_another_vocabulary_is_rejected_before_it_is_loaded(
     monkeypatch.setattr(setup, "load_named_model", None)
     monkeypatch.setattr(base, "load_named_model", None)
     with pytest.raises(UserError, match=r"reference model \(384\) and the policy \(320\) differ"):
-        make(kind, model, tmp_path, given={"ref_model": str(larger)})
+        make(kind, model, tmp_path, trainer_args={"ref_model": str(larger)})
 
 
 def test_reference_with_another_vocabulary_has_no_effect_on_a_loss_without_reference(folder, tmp_path):
     larger = make_model(tmp_path / "larger", vocab_size=384)
-    assert make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(larger)}, loss_type="sft")
+    assert make("DPOTrainer", folder / "model", tmp_path, trainer_args={"ref_model": str(larger)}, loss_type="sft")
 
 
 def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
-    named = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": str(folder / "other")}))
-    loaded = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
+    named = losses(make("DPOTrainer", folder / "model", tmp_path, trainer_args={"ref_model": str(folder / "other")}))
+    loaded = losses(make("DPOTrainer", folder / "model", tmp_path, trainer_args={"ref_model": read(folder / "other")}))
     assert named == loaded
     assert abs(named[0] - math.log(2)) > 1e-4
     model = read(folder / "model")
     with pytest.raises(ValueError, match="must be different objects"):
-        make("DPOTrainer", model, tmp_path, given={"ref_model": model})
+        make("DPOTrainer", model, tmp_path, trainer_args={"ref_model": model})
 
 
 @pytest.mark.sample(2)
@@ -264,7 +264,7 @@ def test_reference_can_be_a_model_or_name_but_not_the_policy(folder, tmp_path):
 )
 def test_precomputed_reference_gives_the_same_loss(kind, options, folder, tmp_path):
     options = {**options, **({"ref_model": str(folder / "other")} if "ref_model" in options else {})}
-    rows, result = as_set(verdicts(6) if kind == "KTOTrainer" else pairs(6)), []
+    rows, result = as_dataset(labelled_examples(6) if kind == "KTOTrainer" else pairs(6)), []
     for is_before in (False, True):
         trainer = make(kind, folder / "model", tmp_path, rows, {**options, "eval_dataset": rows}, max_steps=2,
                        precompute_ref_log_probs=is_before, precompute_ref_batch_size=4)  # fmt: skip
@@ -292,10 +292,10 @@ LOGGED = {
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, tmp_path):
-    rows, result = as_set(verdicts(7) if kind == "KTOTrainer" else pairs(7)), []
+    rows, result = as_dataset(labelled_examples(7) if kind == "KTOTrainer" else pairs(7)), []
     for size in (1, 3):
         trainer = make(
-            kind, folder / "model", tmp_path, given={"eval_dataset": rows}, per_device_eval_batch_size=size,
+            kind, folder / "model", tmp_path, trainer_args={"eval_dataset": rows}, per_device_eval_batch_size=size,
             eval_strategy="steps", eval_steps=3, logging_steps=3,
         )  # fmt: skip
         trainer.train()
@@ -310,7 +310,7 @@ def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, t
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
 def test_custom_metrics_receive_rewards(kind, folder, tmp_path):
-    rows = as_set(verdicts(5) if kind == "KTOTrainer" else pairs(5))
+    rows = as_dataset(labelled_examples(5) if kind == "KTOTrainer" else pairs(5))
 
     def metrics(prediction):
         rewards, labels = prediction
@@ -318,7 +318,7 @@ def test_custom_metrics_receive_rewards(kind, folder, tmp_path):
         assert labels.tolist() == ([False, True] * 3)[:5] if kind == "KTOTrainer" else [0] * 5
         return {"mean": float(rewards.mean())}
 
-    trainer = make(kind, folder / "model", tmp_path, given={"eval_dataset": {"a": rows, "b": rows},
+    trainer = make(kind, folder / "model", tmp_path, trainer_args={"eval_dataset": {"a": rows, "b": rows},
                                                             "compute_metrics": metrics})  # fmt: skip
     trainer.train()
     result = trainer.evaluate()
@@ -331,10 +331,12 @@ def test_custom_metrics_receive_rewards(kind, folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["model", "plain"])
 def test_reward_model_loads_in_transformers_with_trained_scores(name, folder, tmp_path):
-    """In one batch and alone, also where the tokenizer pads with its end token."""
-    trainer = make("RewardTrainer", folder / name, tmp_path, pairs(3), given={"eval_dataset": as_set(pairs(3))})
+    """In a batch and alone, also if the tokenizer pads with its end token."""
+    trainer = make(
+        "RewardTrainer", folder / name, tmp_path, pairs(3), trainer_args={"eval_dataset": as_dataset(pairs(3))}
+    )
     trainer.train()
-    scores = trainer.predict(as_set(pairs(3))).predictions
+    scores = trainer.predict(as_dataset(pairs(3))).predictions
     trainer.save_model(str(tmp_path / "reward"))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     assert model.config.num_labels == 1
@@ -358,7 +360,7 @@ def test_classifier_with_several_labels_is_not_a_reward_model(folder, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
     options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     with pytest.raises(UserError, match=r"`num_labels=1`\. Received: LlamaForSequenceClassification with 3 labels"):
-        make("RewardTrainer", model, tmp_path, given=options)
+        make("RewardTrainer", model, tmp_path, trainer_args=options)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def test_tools_and_template_arguments_are_read_from_the_record(folder, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = "{{ mood }} {% for t in tools or [] %}{{ t.name }} {% endfor %}" + tokenizer.chat_template
     rows = [{**pair, "tools": '[{"name": "red"}]', "chat_template_kwargs": {"mood": "blue"}} for pair in pairs(2)]
-    trainer = make("DPOTrainer", folder / "model", tmp_path, rows, given={"processing_class": tokenizer})
+    trainer = make("DPOTrainer", folder / "model", tmp_path, rows, trainer_args={"processing_class": tokenizer})
     assert tokenizer.decode(trainer.train_dataset[0]["prompt_ids"]).startswith("blue red <|im_start|>user")
 
 
@@ -400,7 +402,7 @@ def test_pairs_are_split_into_labelled_examples(folder, tmp_path):
 
 @pytest.mark.parametrize("labels", [(1, 0), (1.0, 0.0), ("true", "false")])
 def test_labels_may_be_numbers_or_text(folder, tmp_path, labels):
-    rows = [{**row, "label": labels[number % 2]} for number, row in enumerate(verdicts(4))]
+    rows = [{**row, "label": labels[number % 2]} for number, row in enumerate(labelled_examples(4))]
     assert make("KTOTrainer", folder / "model", tmp_path, rows).train_dataset["label"] == [True, False] * 2
 
 
@@ -410,16 +412,16 @@ def test_streamed_dataset_trains(folder, tmp_path):
 
 
 def test_streamed_kto_examples_have_mismatched_responses_of_loaded_dataset(folder, tmp_path):
-    loaded = as_set(verdicts(8))
+    loaded = as_dataset(labelled_examples(8))
     result = [
         make("KTOTrainer", folder / "model", tmp_path / str(at), rows, {"ref_model": str(folder / "other")})
         for at, rows in enumerate((loaded, loaded.to_iterable_dataset()))
     ]
     one, other = (losses(trainer) for trainer in result)
     assert one == other
-    same = [{**row, "completion": [{"role": "assistant", "content": "red"}]} for row in verdicts(4)]
-    streamed = as_set(same).to_iterable_dataset()
-    assert losses(make("KTOTrainer", folder / "model", tmp_path / "same", streamed))  # none has another answer
+    same = [{**row, "completion": [{"role": "assistant", "content": "red"}]} for row in labelled_examples(4)]
+    streamed = as_dataset(same).to_iterable_dataset()
+    assert losses(make("KTOTrainer", folder / "model", tmp_path / "same", streamed))  # no record has another response
 
 
 def test_long_pair_keeps_one_prompt(folder, tmp_path):
@@ -458,10 +460,14 @@ def test_invalid_record_is_reported_by_number_or_dropped(rows, message, folder, 
 @pytest.mark.parametrize(
     ("kind", "rows", "message"),
     [
-        ("DPOTrainer", verdicts(), "use KTOTrainer for single responses with a label"),
+        ("DPOTrainer", labelled_examples(), "use KTOTrainer for single responses with a label"),
         ("KTOTrainer", [{"text": "red"}], "Expected the columns prompt, completion and label"),
-        ("KTOTrainer", [{**row, "label": True} for row in verdicts()], "KTO requires desirable and undesirable ones"),
-        ("KTOTrainer", [{**row, "label": "perhaps"} for row in verdicts()], '"label" must be true or false'),
+        (
+            "KTOTrainer",
+            [{**row, "label": True} for row in labelled_examples()],
+            "KTO requires desirable and undesirable ones",
+        ),
+        ("KTOTrainer", [{**row, "label": "perhaps"} for row in labelled_examples()], '"label" must be true or false'),
         ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
     ],
 )
@@ -490,7 +496,8 @@ CHANGES = [
 def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
     options = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}
     first, second = (
-        losses(make(kind, folder / "other", tmp_path, given=options, max_steps=1, **more)) for more in ({}, change)
+        losses(make(kind, folder / "other", tmp_path, trainer_args=options, max_steps=1, **more))
+        for more in ({}, change)
     )
     assert first != second
     assert math.isfinite(second[0])
@@ -527,14 +534,14 @@ def test_meaningless_arguments_are_rejected_by_name(config, options, message, tm
 
 def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):
     with pytest.raises(TypeError, match=r"Use DPOConfig\(beta=...\)"):
-        make("DPOTrainer", folder / "model", tmp_path, given={"beta": 0.1})
+        make("DPOTrainer", folder / "model", tmp_path, trainer_args={"beta": 0.1})
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     with pytest.warns(FutureWarning, match="`tokenizer` of .* is deprecated"):
-        make("DPOTrainer", folder / "model", tmp_path, given={"tokenizer": tokenizer})
+        make("DPOTrainer", folder / "model", tmp_path, trainer_args={"tokenizer": tokenizer})
 
 
 def test_script_reads_arguments_from_command_line(tmp_path):
-    """As TRL's scripts do, with the parser of transformers."""
+    """As in TRL's scripts, with transformers' parser."""
     argv = ["--output_dir", str(tmp_path), "--learning_rate", "5.0e-7", "--loss_type", "sigmoid", "bco_pair",
              "--loss_weights", "0.8", "0.2", "--eval_strategy", "steps", "--eval_steps", "50", "--use_cpu", "--beta",
              "0.2", "--precompute_ref_log_probs", "false", "--sync_ref_model"]  # fmt: skip
@@ -573,7 +580,10 @@ def test_custom_loss_can_start_from_burnish_loss(folder, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     arguments = burnish.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to="none")
-    options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model"), "train_dataset": as_set(pairs())}
+    options = {
+        "processing_class": AutoTokenizer.from_pretrained(folder / "model"),
+        "train_dataset": as_dataset(pairs()),
+    }
     assert Halved(model, args=arguments, **options).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
 
 
@@ -591,8 +601,8 @@ def test_script_of_documentation_page_trains(folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
 def test_trl_style_script_runs(kind, folder, tmp_path):
-    """Their dpo.py, kto.py and reward_modeling.py."""
-    rows = as_set(verdicts() if kind == "KTOTrainer" else pairs()).train_test_split(test_size=4, seed=0)
+    """Like TRL's dpo.py, kto.py and reward_modeling.py."""
+    rows = as_dataset(labelled_examples() if kind == "KTOTrainer" else pairs()).train_test_split(test_size=4, seed=0)
     trainer = make(
         kind, folder / "model", tmp_path, rows["train"], {"eval_dataset": rows["test"]}, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
@@ -609,21 +619,21 @@ def test_trl_style_script_runs(kind, folder, tmp_path):
 
 
 def test_ref_model_can_be_synced_with_the_policy(folder, tmp_path):
-    """And lies in the checkpoint, as where it stood."""
+    """The checkpoint contains the reference model with its updated weights."""
     other = read(folder / "other")
     arguments = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-    trainer = make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": other}, **arguments)
+    trainer = make("DPOTrainer", folder / "model", tmp_path, trainer_args={"ref_model": other}, **arguments)
     started = {name: parameter.clone() for name, parameter in other.named_parameters()}
     start = weights(trainer)
     trainer.train()
-    fixed = losses(make("DPOTrainer", folder / "model", tmp_path, given={"ref_model": read(folder / "other")}))
+    fixed = losses(make("DPOTrainer", folder / "model", tmp_path, trainer_args={"ref_model": read(folder / "other")}))
     assert [log["loss"] for log in trainer.state.log_history if "loss" in log] != fixed
     moved = sum(not torch.equal(started[name], parameter) for name, parameter in trainer.ref_model.named_parameters())
     assert moved == len(started)
     assert start.keys() == started.keys()
     with pytest.raises(UserError, match="does not contain the trained weights"):
         make("DPOTrainer", folder / "model", tmp_path,
-             given={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
+             trainer_args={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -632,7 +642,7 @@ def test_reference_moves_at_the_end_of_a_step_with_and_without_evaluations(folde
     follows = {"sync_ref_model": True, "ref_model_sync_steps": every, "ref_model_mixup_alpha": 1.0, "max_steps": 4,
                "learning_rate": 0.05, "optim": "sgd", "beta": 1.0}  # fmt: skip
     evaluations = {"eval_strategy": "steps", "eval_steps": 1}
-    rows, given = pairs(4), {"eval_dataset": as_set(pairs(4))}
+    rows, given = pairs(4), {"eval_dataset": as_dataset(pairs(4))}
     plain, evaluated = (
         make("DPOTrainer", folder / "model", tmp_path / str(len(more)), rows, given, **follows, **more)
         for more in ({}, evaluations)

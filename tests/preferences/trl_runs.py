@@ -1,4 +1,4 @@
-"""TRL's short runs as scripts of burnish: models, records and arguments."""
+"""TRL's golden runs as scripts with burnish: models, records and arguments."""
 
 import transformers
 from datasets import Dataset, disable_progress_bars
@@ -18,42 +18,42 @@ PLAIN = {
 
 
 def tokenizer():
-    """As it came with the golden model: of that model's class, which cuts numbers into digits."""
+    """Return the golden model's tokenizer with the model's class, which splits numbers into digits."""
     return Qwen2Tokenizer.from_pretrained(GOLDEN / "tokenizer")
 
 
 def pair_ids(record):
-    """A pair of the golden runs by TRL's columns."""
+    """Return a pair of the golden runs with TRL's columns."""
     chosen, rejected = record["chosen"], record["rejected"]
-    at = chosen["prompt_length"]
-    ids = {"prompt_ids": chosen["input_ids"][:at], "chosen_ids": chosen["input_ids"][at:]}
-    return {**ids, "rejected_ids": rejected["input_ids"][at:]}
+    start = chosen["prompt_length"]
+    ids = {"prompt_ids": chosen["input_ids"][:start], "chosen_ids": chosen["input_ids"][start:]}
+    return {**ids, "rejected_ids": rejected["input_ids"][start:]}
 
 
-def whole_ids(record):
+def full_ids(record):
     return {f"{side}_ids": record[side]["input_ids"] for side in ("chosen", "rejected")}
 
 
-def verdict_ids(record):
-    own, other = record["completion"], record["kl"]
-    at = own["prompt_length"]
+def labelled_ids(record):
+    completion, mismatched = record["completion"], record["kl"]
+    start = completion["prompt_length"]
     return {
-        "prompt_ids": own["input_ids"][:at], "completion_ids": own["input_ids"][at:], "label": record["tag"],
-        "KL_completion_ids": other["input_ids"][other["prompt_length"] :],
+        "prompt_ids": completion["input_ids"][:start], "completion_ids": completion["input_ids"][start:],
+        "label": record["tag"], "KL_completion_ids": mismatched["input_ids"][mismatched["prompt_length"] :],
     }  # fmt: skip
 
 
 def golden_set(kind):
     records = golden()["runs"]["rows"]["chatml"]["kto" if kind == "KTOTrainer" else "pairs"]
-    made = {"KTOTrainer": verdict_ids, "RewardTrainer": whole_ids}.get(kind, pair_ids)
-    return Dataset.from_list([made(record) for record in records])
+    convert = {"KTOTrainer": labelled_ids, "RewardTrainer": full_ids}.get(kind, pair_ids)
+    return Dataset.from_list([convert(record) for record in records])
 
 
 def trainer_of(kind, folder, output, rows, model=None, given=None, **arguments):
-    """A trainer of this name, with a golden model by default."""
+    """Create a trainer. Args: kind: its class in burnish. given: further constructor arguments."""
     if isinstance(model, str):
-        made_by = "AutoModelForSequenceClassification" if model == "scorer" else "AutoModelForCausalLM"
-        model = getattr(transformers, made_by).from_pretrained(folder / "models" / model)
+        model_class = "AutoModelForSequenceClassification" if model == "scorer" else "AutoModelForCausalLM"
+        model = getattr(transformers, model_class).from_pretrained(folder / "models" / model)
     config = getattr(burnish, kind.replace("Trainer", "Config"))
     rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
     trainer = getattr(burnish, kind)(

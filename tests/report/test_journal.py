@@ -169,9 +169,9 @@ def test_runs_of_other_libraries_and_damaged_folders_are_listed(tmp_path):
     loop = tmp_path / "loop"
     loop.mkdir()
     (loop / "again").symlink_to(tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "launch.json").write_text(json.dumps({**launch_record([]), "host": "another-host"}))
+    other_folder = tmp_path / "elsewhere"
+    other_folder.mkdir()
+    (other_folder / "launch.json").write_text(json.dumps({**launch_record([]), "host": "another-host"}))
     runs = {run.name: run for run in find([tmp_path])}
     assert set(runs) == {"factory", "trl", "elsewhere", "broken"}
     assert (runs["broken"].state, runs["broken"].step) == ("unreadable", 0)
@@ -186,9 +186,9 @@ def test_runs_of_other_libraries_and_damaged_folders_are_listed(tmp_path):
     assert runs["elsewhere"].state == "elsewhere"
     assert "another-host" in runs["elsewhere"].sentence
     old = time.time() - 86400
-    os.utime(elsewhere / "launch.json", (old, old))
-    assert read_run(elsewhere).state == "silent"
-    assert socket.gethostname() not in read_run(elsewhere).sentence
+    os.utime(other_folder / "launch.json", (old, old))
+    assert read_run(other_folder).state == "silent"
+    assert socket.gethostname() not in read_run(other_folder).sentence
 
 
 def test_log_of_gigabytes_is_read_from_its_end(tmp_path):
@@ -228,7 +228,7 @@ def test_values_are_written_as_yaml_reads_them():
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})
 
 
-def test_json_explanation_matches_terminal_and_marks_learned_tokens(workspace, capsys):
+def test_json_explanation_matches_terminal_and_marks_trained_tokens(workspace, capsys):
     assert main(["explain", "run.yaml", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["steps"]["total"] == 10

@@ -28,7 +28,7 @@ from burnish.report.results import (
 
 
 def steps(folder, first, last, max_steps=10, ends=True):
-    """Train from ``first`` to ``last``, a log per step, an evaluation at every fourth."""
+    """Fire the events of steps ``first`` to ``last``: a log per step, an evaluation at every fourth."""
     clock = SimpleNamespace(now_s=0.0)
     callback = JsonlCallback(folder, Pace(lambda: clock.now_s))
     state, control = TrainerState(global_step=first, max_steps=max_steps), TrainerControl()
@@ -75,7 +75,7 @@ def test_log_row_names_objective_metrics_like_peers(tmp_path):
     callback.on_log(None, state, TrainerControl(), logs={"eval_loss": 1.0, "eval_kl": 0.2, "eval_runtime": 3.0})
     row, evaluation = rows(tmp_path)
     assert {name: row[name] for name in measures} == measures
-    assert row["accuracy"] == 0.5  # LLaMA-Factory's name of it
+    assert row["accuracy"] == 0.5  # its name in LLaMA-Factory
     assert evaluation["eval_kl"] == 0.2
     assert not [name for name in {*row, *evaluation} if name.endswith("runtime")]
 
@@ -201,7 +201,7 @@ def test_module_without_embeddings_counts_all_parameters():
     assert parameters_without_embeddings(nn.Linear(3, 4)) == 16
 
 
-# --- plots ---------------------------------------------------------------------------------------------------------
+# --- plots ------------------------------------------------------------------------------------------------------------
 
 HISTORY = [
     *({"loss": 3 * math.exp(-s / 50), "step": s} for s in range(1, 101)),
@@ -220,12 +220,12 @@ def test_only_logged_metrics_are_plotted(tmp_path):
     plot = imread(drawn[0])
     assert plot.shape[0] > 400
     assert plot.shape[1] > 800
-    assert plot[..., :3].std() > 0.02  # something is drawn
+    assert plot[..., :3].std() > 0.02  # the image is not empty
     assert plot_history([{"train_loss": 1.0, "step": 1}], tmp_path / "none") == []
 
 
 def test_moving_average_matches_llamafactory():
-    """Reference values: an exponential average with w = 1.8 (1 / (1 + e^(-n / 20)) - 1/2), worked by hand for n = 4."""
+    """Exponential average with w = 1.8 (1 / (1 + e^(-n / 20)) - 1/2), computed by hand for n = 4."""
     weight = 1.8 * (1 / (1 + math.exp(-0.2)) - 0.5)
     expected = [4.0, 4.0 * weight + 2.0 * (1 - weight)]
     expected.append(expected[-1] * weight + 3.0 * (1 - weight))
@@ -251,7 +251,7 @@ def test_plotting_changes_no_backend_and_keeps_no_figure(tmp_path):
     assert matplotlib.rcParams._get_backend_or_none() == before
 
 
-# --- the card ---------------------------------------------------------------------------------------------------------
+# --- model card -------------------------------------------------------------------------------------------------------
 
 
 def facts(**changes):
@@ -388,7 +388,7 @@ def test_code_on_the_card_runs(tmp_path, monkeypatch, capsys, stage):
     assert set(output) <= set(words)
 
 
-# --- text that is no text ---------------------------------------------------------------------------------------------
+# --- invalid text -----------------------------------------------------------------------------------------------------
 
 
 def test_lone_surrogate_in_a_message_is_escaped(tmp_path):

@@ -41,7 +41,7 @@ FACTS = RunFacts(StepPlan(3200, 8, 400, 1200, 3), 4, 2, 1, 90_000, 9_000_000)
 
 
 class Clock:
-    """Seconds that pass only when they are told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -51,7 +51,7 @@ class Clock:
 
 
 def fake_run(callback, steps, log_every, eval_every=0, clock=None, first=0, state=None):
-    """The events of a run in the loop's order: a step takes 1 s and 100 tokens, an evaluation 10 s."""
+    """Fire the events of a run in the loop's order. A step takes 1 s and has 100 tokens, an evaluation takes 10 s."""
     clock = clock or Clock()
     state = state or TrainerState(max_steps=steps, global_step=first)
     control = TrainerControl()
@@ -264,7 +264,7 @@ def test_terminal_without_unicode_gets_a_bar():
     assert file.getvalue().isascii()
 
 
-# Run in a terminal of its own: a child process that believes a person is looking.
+# Run in a pseudo-terminal by a child process.
 CHILD = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -283,14 +283,16 @@ fake_run(Slow(FACTS), 20, 1, eval_every=10)
 
 
 def in_terminal(columns=80, fail=-1, **environment):
-    """Text that a terminal of that width receives."""
+    """Return the output of the child process in a terminal of this width."""
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, [here.parents[1] / "src", here.parent, here.parent / "helpers"]))
+    tests_folder = Path(__file__).parent
+    paths = os.pathsep.join(
+        map(str, [tests_folder.parents[1] / "src", tests_folder.parent, tests_folder.parent / "helpers"])
+    )
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(tests=str(here), fail=fail)],
+        [sys.executable, "-c", CHILD.format(tests=str(tests_folder), fail=fail)],
         stdin=child, stdout=child, stderr=child,
         env={**variables, "PYTHONPATH": paths, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
@@ -299,7 +301,7 @@ def in_terminal(columns=80, fail=-1, **environment):
     while True:
         try:
             chunk = os.read(main, 65536)
-        except OSError:  # Linux's way to say that the other side is closed
+        except OSError:  # on Linux, the other end was closed
             break
         if not chunk:
             break
@@ -313,12 +315,12 @@ def test_terminal_gets_one_live_line_and_its_cursor_back():
     shown = in_terminal()
     assert "\x1b[?25l" in shown
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
-    assert shown.count("/20") > 3  # drawn again and again
+    assert shown.count("/20") > 3  # redrawn repeatedly
     assert "Trained 20 steps" in shown
     assert "\x1b[32m" in shown or "\x1b[92m" in shown  # the bar is green
     assert "warning:" in shown
     assert "said while the line is drawn" in shown
-    # What stays on the screen: the opening, the evaluations, the warning, the closing; no line per log.
+    # Permanent lines: start, evaluations, warning and summary; no line per log.
     assert shown.count("\n") < 30
 
 
@@ -335,7 +337,7 @@ def test_failed_run_restores_the_cursor():
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1]
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- text and numbers -------------------------------------------------------------------------------------------------
 
 
 def test_notes_go_to_stdout_and_errors_to_stderr(capsys):
@@ -380,7 +382,7 @@ def test_log_levels_follow_the_process(monkeypatch):
         console.set_log_levels(options, is_main=False, is_node_main=False)
         assert logger.level == logging.ERROR
         console.set_log_levels(ReportOptions(), is_main=True, is_node_main=True)
-        assert logger.level == logging.ERROR  # passive leaves it
+        assert logger.level == logging.ERROR  # "passive" does not change it
         console.set_log_levels(ReportOptions(log_level="detail"), is_main=True, is_node_main=True)
         assert logger.level == logging.DEBUG  # transformers' name for the most verbose level
         console.set_log_levels(options, is_main=False, is_node_main=True)

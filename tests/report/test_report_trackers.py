@@ -28,10 +28,10 @@ def parsed(**overrides):
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"), [("none", []), ("", []), ("wandb, mlflow", ["wandb", "mlflow"]), (None, [])]
+    ("options", "expected"), [("none", []), ("", []), ("wandb, mlflow", ["wandb", "mlflow"]), (None, [])]
 )
-def test_report_to_is_a_list_of_names(options, wanted):
-    assert wanted_trackers(parsed(report_to=options).report_to) == wanted
+def test_report_to_is_a_list_of_names(options, expected):
+    assert wanted_trackers(parsed(report_to=options).report_to) == expected
 
 
 def test_unknown_tracker_suggests_nearest_name():
@@ -111,7 +111,7 @@ def test_tracker_receives_options_without_secrets():
 
 
 class Recorder:
-    """Stands in for a tracking library: remembers what it was told."""
+    """Stand-in for a tracking library that records calls."""
 
     def __init__(self):
         self.logged, self.config, self.run = [], {}, None
@@ -163,7 +163,7 @@ def test_tensorboard_callback_of_transformers_runs_on_these_options(tmp_path, mo
 
 
 def test_trackio_callback_of_transformers_runs_on_these_options(tmp_path, monkeypatch):
-    """It reads more of the options than any other: project, run name, Space, bucket, privacy."""
+    """trackio reads the most options: project, run name, Space, bucket, privacy."""
     recorder = Recorder()
 
     class Config(dict):

@@ -64,7 +64,7 @@ def test_progress_line_has_share_rate_and_remaining_time():
 def test_progress_bar_fits_the_terminal(width):
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=True, _environ={}).print(line(50, 100, 5.0))
-    assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # escapes of colors among them
+    assert all(len(text) <= width + 40 for text in file.getvalue().splitlines())  # includes escape sequences of colors
     assert ("━" in file.getvalue()) == (width >= 60)
 
 

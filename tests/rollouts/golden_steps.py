@@ -1,7 +1,6 @@
-"""The golden rollout cases as steps over given completions: models, rows, forward passes, updates.
+"""Golden rollout cases as steps on given completions: models, rows, forward passes, updates.
 
-A step's rows can be cut into micro-batches in any way, and be spread over processes; the losses of every cut have to be
-the same.
+The rows of a step can be split into any micro-batches and over processes; the losses must be the same.
 """
 
 import json
@@ -38,7 +37,7 @@ def golden():
 
 
 def make_models(folder):
-    """The models of the goldens, each number of which follows from its name."""
+    """Create the models of the golden cases, whose weights are determined by their names."""
     made = {"__name__": "preference_models", "__file__": str(GOLDEN / "preference_models.py")}
     exec(compile((GOLDEN / "preference_models.py").read_text(), "preference_models.py", "exec"), made)
     made["main"](folder)
@@ -81,8 +80,8 @@ class Outcome:
     moved: float = 0.0
 
 
-class Golden:
-    """A case on its way. Args: cut: a number of rows per micro-batch, or the numbers of rows of all of a step."""
+class GoldenCase:
+    """A running case. Args: cut: number of rows per micro-batch, or the numbers of rows of a step's micro-batches."""
 
     def __init__(self, case, folder, cut):
         self.case, self.cut = case, cut
@@ -91,28 +90,28 @@ class Golden:
         self.loss = RolloutLoss(self.options, leave_one_out=self.is_rloo)
         self.parallel = create_parallel(Options(use_cpu=True))
         self.model = load(folder, "adapter" if case["model"] == "policy+adapter" else "policy")
-        self.module = self._asked(self.model)
+        self.module = self._sequence_model(self.model)
         self.trained, _ = self.parallel.prepare(self.module, None)
         self.reference = self.module
         if self.options.rl_beta:
             name = {"policy+reference": "reference", "policy+adapter": "adapter"}.get(case["model"], "policy")
-            self.reference = self._asked(load(folder, name))
+            self.reference = self._sequence_model(load(folder, name))
         self.collate = collator(Options(), 0, True)
         self.outcome = Outcome()
 
-    def _asked(self, model):
+    def _sequence_model(self, model):
         head = find_head(model)
         assert head is not None
         rules = LogpRules(entropy=True, temperature=self.temperature, entropy_gradient=self.loss.has_bonus)
         return SequenceModel(model, head, False, rules, False, self.options, BATCH_KEYS | {"rows"})
 
     def batch(self, rows):
-        made = [
+        sequences = [
             {"input_ids": row["prompt_ids"] + row["completion_ids"],
              "labels": [IGNORE_INDEX] * len(row["prompt_ids"]) + row["completion_ids"]}
             for row in rows
         ]  # fmt: skip
-        batch = collate_sequences(self.collate, made)
+        batch = collate_sequences(self.collate, sequences)
         mask = torch.tensor([float(m) for row in rows for m in self.mask(row)])
         batch |= {"items": torch.ones(len(rows)), "token_mask": mask}
         return batch | {"token_weights": self.loss.token_weights(mask, batch["owner"], len(rows))}
@@ -124,34 +123,34 @@ class Golden:
         return row.get("env_mask") or [1] * len(ids)
 
     @torch.no_grad()
-    def draw(self, rows):
-        """The rows with what is known of them at the weights that drew them."""
-        whole = self.batch(rows)
-        values, reference = self.module(whole), self.reference(whole)
+    def with_sampled_values(self, rows):
+        """Return the rows with their values under the weights that sampled them."""
+        batch = self.batch(rows)
+        values, reference = self.module(batch), self.reference(batch)
         lengths = [len(row["completion_ids"]) for row in rows]
         columns = {"old": values.logps, "token_old": values.token_logps, "token_ref": reference.token_logps,
                    "entropy": values.token_entropy}  # fmt: skip
-        each = {name: values.split(lengths) for name, values in columns.items() if name != "old"}
+        per_row = {name: values.split(lengths) for name, values in columns.items() if name != "old"}
         rewards = torch.tensor([[float("nan") if r is None else r for r in row["rewards"]] for row in rows])
         groups = torch.arange(len(rows)) // self.options.num_generations
         penalties = None
         if self.is_rloo and self.options.rl_beta:
-            difference = (values.token_logps - reference.token_logps) * whole["token_mask"]
-            penalties = self.options.rl_beta * torch.zeros(len(rows)).index_add(0, whole["owner"], difference)
+            difference = (values.token_logps - reference.token_logps) * batch["token_mask"]
+            penalties = self.options.rl_beta * torch.zeros(len(rows)).index_add(0, batch["owner"], difference)
         weights = self.options.reward_weights or [1.0, 1.0]
         result = advantages(rewards, weights, groups, self.options, self.is_rloo, penalties)
         self.outcome.advantages.append(result.values)
         return [
-            {**row, "advantage": result.values[at], **{name: column[at] for name, column in each.items()}}
-            for at, row in enumerate(rows)
+            {**row, "advantage": result.values[index], **{name: column[index] for name, column in per_row.items()}}
+            for index, row in enumerate(rows)
         ]
 
     def micro_batches(self):
-        """The rows of micro-batches in the order of the case: each generation, as often as it is trained on."""
-        case, generations, at = self.case, golden()["sets"][self.case["set"]], 0
+        """Yield the rows of each micro-batch in the order of the case, generations ``num_iterations`` times."""
+        case, generations, index = self.case, golden()["sets"][self.case["set"]], 0
         while True:
-            rows = self.draw(generations[at % len(generations)])
-            at += 1
+            rows = self.with_sampled_values(generations[index % len(generations)])
+            index += 1
             for _ in range(self.options.num_iterations):
                 size = case["per_device_train_batch_size"]
                 yield from (rows[start : start + size] for start in range(0, len(rows), size))
@@ -168,23 +167,23 @@ class Golden:
         start = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
         for _ in range(self.case["max_steps"]):
             self.step([row for _ in range(self.case["gradient_accumulation_steps"]) for row in next(micro_batches)])
-        ways = [(p.detach() - start[n]).square().sum() for n, p in self.model.named_parameters() if n in start]
-        self.outcome.moved = float(torch.stack(ways).sum().sqrt())
+        squares = [(p.detach() - start[n]).square().sum() for n, p in self.model.named_parameters() if n in start]
+        self.outcome.moved = float(torch.stack(squares).sum().sqrt())
         return self.outcome
 
     def _means(self, sums):
-        """Means over the step, of metrics that are means over their own counts."""
+        """Return the means over the step of the metrics that are averaged over their own counts."""
         metrics = {n: m for n, m in join_metrics_by_name(sums).items() if getattr(m, "reduction", "") == "mean"}
         pairs = self.parallel.sum(torch.stack([torch.stack([m.total, m.count]) for m in metrics.values()]).double())
         return {name: total / count for name, (total, count) in zip(metrics, pairs.tolist(), strict=True)}
 
-    def own(self, rows):
-        """This rank's part of the rows of a step."""
+    def rows_of_rank(self, rows):
+        """Return this rank's part of the rows of a step."""
         rank, world = self.parallel.rank, self.parallel.world_size
         return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
 
     def step(self, rows):
-        cuts = list(self.cuts(self.own(rows)))
+        cuts = list(self.cuts(self.rows_of_rank(rows)))
         batches = [
             {
                 **self.batch(part),

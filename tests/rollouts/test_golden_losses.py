@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_steps import Golden, Options, Outcome, golden, make_models
+from golden_steps import GoldenCase, Options, Outcome, golden, make_models
 
 from burnish.losses.rollouts.loss import RolloutLoss
 from two_processes import in_two_processes
@@ -25,48 +25,48 @@ def close(result, expected, scale=1.0):
 
 
 def parameters():
-    """In the usual run each case is cut in one way, all five in turn, and whole; with ``slow`` in all of them."""
-    for at, name in enumerate(CASES):
+    """Yield each case with one of the ways to cut micro-batches in turn; with ``slow``, with all of them."""
+    for index, name in enumerate(CASES):
         for number, cut in enumerate(CUTS):
-            is_usual = number == at % len(CUTS)
-            yield pytest.param(name, cut, marks=() if is_usual else pytest.mark.slow, id=f"{name}, {cut}")
+            is_default = number == index % len(CUTS)
+            yield pytest.param(name, cut, marks=() if is_default else pytest.mark.slow, id=f"{name}, {cut}")
 
 
 @pytest.mark.sample(32)
 @pytest.mark.parametrize(("name", "cut"), parameters())
 def test_loss_matches_exact_golden_numbers_for_any_micro_batching(name, cut, models):
-    check(CASES[name], Golden(CASES[name], models, CUTS[cut]).run())
+    check(CASES[name], GoldenCase(CASES[name], models, CUTS[cut]).run())
 
 
 def check(case, outcome):
-    """Compare an outcome with the exact numbers of its case."""
+    """Compare an outcome with the golden numbers of its case."""
     exact = case["exact"]
     for result, expected in zip(outcome.advantages, exact["advantages"], strict=False):
         assert torch.allclose(
             torch.as_tensor(result, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), atol=1e-4
         ), result
-    for at, step in enumerate(exact["steps"]):
-        assert close(outcome.losses[at], step["loss"], 0.1), (at, outcome.losses[at], step["loss"])
-        assert close(outcome.norms[at], step["grad_norm"], 1e-3), (at, outcome.norms[at], step["grad_norm"])
+    for index, step in enumerate(exact["steps"]):
+        assert close(outcome.losses[index], step["loss"], 0.1), (index, outcome.losses[index], step["loss"])
+        assert close(outcome.norms[index], step["grad_norm"], 1e-3), (index, outcome.norms[index], step["grad_norm"])
         for weight, norm in step.get("grad_norms", {}).items():
-            result = next(n for known, n in outcome.norms_of[at].items() if known.endswith(weight))
-            assert close(result, norm, 1e-3), (at, weight, result, norm)
-        logged = outcome.logged[at]
+            result = next(n for known, n in outcome.norms_of[index].items() if known.endswith(weight))
+            assert close(result, norm, 1e-3), (index, weight, result, norm)
+        logged = outcome.logged[index]
         for theirs, ours in (("kl", "kl"), ("entropy", "entropy"), ("low", "clip_ratio/low_mean"),
                              ("high", "clip_ratio/high_mean")):  # fmt: skip
             if theirs in step and ours in logged:
-                assert close(logged[ours], step[theirs], 0.01), (at, theirs, logged[ours], step[theirs])
+                assert close(logged[ours], step[theirs], 0.01), (index, theirs, logged[ours], step[theirs])
         if "entropy_coef" in step:
-            assert close(outcome.coefficients[at], step["entropy_coef"]), at
+            assert close(outcome.coefficients[index], step["entropy_coef"]), index
     assert close(outcome.moved, exact["moved"], 1e-3), (outcome.moved, exact["moved"])
 
 
-def run_some(folder, out, names):
-    """Cases in this process of several, in all cuts in turn; rank 0 writes the outcomes."""
+def run_cases(folder, out, names):
+    """Run cases in one of several processes, with the ways to cut in turn; rank 0 writes the outcomes."""
     outcomes = {}
     for at, name in enumerate(names):
         cut = [*CUTS.values()][at % len(CUTS)]
-        outcomes[name] = vars(Golden(CASES[name], Path(folder), cut).run())
+        outcomes[name] = vars(GoldenCase(CASES[name], Path(folder), cut).run())
     if os.environ["RANK"] == "0":
         for outcome in outcomes.values():
             outcome["advantages"] = [values.tolist() for values in outcome["advantages"]]
@@ -77,7 +77,7 @@ def run_some(folder, out, names):
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(9, id="some")])
 def test_two_processes_match_exact_golden_numbers(models, tmp_path, step):
     names = [*CASES][::step]
-    in_two_processes(run_some, str(models), str(tmp_path / "outcomes.json"), names)
+    in_two_processes(run_cases, str(models), str(tmp_path / "outcomes.json"), names)
     outcomes = json.loads((tmp_path / "outcomes.json").read_text())
     assert [*outcomes] == names
     for name in names:

@@ -26,23 +26,23 @@ def user(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("online")
     return folder, train(user(folder))
 
 
-def test_run_learns_from_best_and_worst_completion_of_a_prompt(whole):
-    folder, run = whole
+def test_run_learns_from_best_and_worst_completion_of_a_prompt(finished_run):
+    folder, run = finished_run
     assert user(folder)["online"]
     log = [entry for entry in history(run) if "loss" in entry]
     assert len(log) == 4
     assert {"reward", "reward_std", "rewards/short/mean", "rewards/margins", "frac_reward_zero_std"} <= log[0].keys()
-    assert log[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy is its reference still
+    assert log[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # the policy still equals the reference
     assert log[3]["loss"] != log[0]["loss"]
 
 
-def test_resumed_run_gives_the_same_weights(whole, tmp_path):
-    folder, run = whole
+def test_resumed_run_gives_the_same_weights(finished_run, tmp_path):
+    folder, run = finished_run
     out = tmp_path / "out"
     out.mkdir()
     shutil.copytree(run / "checkpoint-2", out / "checkpoint-2")
@@ -51,29 +51,29 @@ def test_resumed_run_gives_the_same_weights(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluation_changes_nothing(whole, tmp_path):
-    folder, _ = whole
+def test_evaluation_changes_nothing(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"val_size": 4, "eval_strategy": "steps", "num_generations_eval": 2, "save_steps": 4}
     a, b = (train(user(folder, **options, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 4))
     assert same_weights(a, b)
     assert all("eval_reward" in entry for entry in history(a) if "eval_runtime" in entry)
 
 
-def test_prompts_with_equal_rewards_give_no_pair(whole, tmp_path, capsys):
-    folder, _ = whole
+def test_prompts_with_equal_rewards_give_no_pair(finished_run, tmp_path, capsys):
+    folder, _ = finished_run
     (folder / "equal.py").write_text("def same(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     run = train(user(folder, reward_funcs=[f"{folder}/equal.py:same"], output_dir=str(tmp_path / "out")))
     log = [entry for entry in history(run) if "loss" in entry]
     assert all(entry["frac_reward_zero_std"] == 1 and entry["loss"] == 0 for entry in log)
     output = capsys.readouterr().out
     assert "completion: " in output
-    assert "advantage" not in output  # pairs have none, and their loss does not stay near 0
+    assert "advantage" not in output  # pairs have no such metric, and their loss is not near 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
 )
-def test_unsupported_options_are_rejected(whole, tmp_path, options, message):
-    folder, _ = whole
+def test_unsupported_options_are_rejected(finished_run, tmp_path, options, message):
+    folder, _ = finished_run
     with pytest.raises(UserError, match=message):
         train(user(folder, **options, output_dir=str(tmp_path / "out")))

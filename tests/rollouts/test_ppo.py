@@ -1,4 +1,4 @@
-"""PPO's formulas compared with golden cases for any micro-batching, and its two running states."""
+"""PPO's formulas compared with golden cases for any micro-batching, and its two saved states."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def lengths_of(case):
     return torch.tensor([len(row["old"]) for row in case["sequences"]])
 
 
-def estimated(case):
+def estimates_of(case):
     scores = torch.tensor([row["score"] for row in case["sequences"]], dtype=torch.float64)
     options = settings(case)
     return estimates(
@@ -42,7 +42,7 @@ def estimated(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_rewards_returns_and_advantages_match_reference(case):
-    result = estimated(case)
+    result = estimates_of(case)
     for name in ("rewards", "returns", "advantages"):
         torch.testing.assert_close(getattr(result, name), column(case, name), rtol=1e-6, atol=1e-6)
 
@@ -50,7 +50,7 @@ def test_rewards_returns_and_advantages_match_reference(case):
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 3], [2]])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_losses_and_gradients_of_a_step_in_several_micro_batches(case, cuts):
-    result, options = estimated(case), settings(case)
+    result, options = estimates_of(case), settings(case)
     logps, values = column(case, "new").requires_grad_(), column(case, "new_values").requires_grad_()
     ones = torch.ones(len(logps), dtype=torch.float64)
     batch = {
@@ -102,11 +102,11 @@ def test_running_score_normalization_survives_a_checkpoint():
     moments = ScoreMoments()
     for part in parts[:2]:
         moments.normalize(part)
-    again = ScoreMoments()
-    again.load_state_dict(json.loads(json.dumps(moments.state_dict())))
+    restored = ScoreMoments()
+    restored.load_state_dict(json.loads(json.dumps(moments.state_dict())))
     every = torch.cat(parts)
     expected = (parts[2] - every.mean()) / every.std()
-    for each in (moments, again):
+    for each in (moments, restored):
         torch.testing.assert_close(each.normalize(parts[2]), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -116,8 +116,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-def numbers(case, options):
-    """Advantages, returns and the loss of a step, as one tensor."""
+def step_values(case, options):
+    """Return advantages, returns and the loss of a step in one tensor."""
     scores = torch.tensor([row["score"] for row in case["sequences"]], dtype=torch.float64)
     overrides = [column(case, name) for name in ("old", "ref", "values")]
     result = estimates(*overrides, scores, lengths_of(case), 0.2, options)
@@ -135,19 +135,19 @@ def test_each_option_changes_training_data(name):
     case = CASES[0]
     changed = settings(case)
     setattr(changed, name, CHANGES[name])
-    assert not torch.allclose(numbers(case, settings(case)), numbers(case, changed))
+    assert not torch.allclose(step_values(case, settings(case)), step_values(case, changed))
 
 
 def test_kl_coefficient_options_are_applied():
     base = {"kl_coef": None, "ppo_init_kl_coef": 0.2, "ppo_target": 6.0, "ppo_horizon": 10000}
 
-    def after(**options):
+    def coefficient_after(**options):
         controller = KlController(SimpleNamespace(**{**base, **options}))
         controller.update(7.0, 100)
         return controller.coefficient
 
-    assert after() == pytest.approx(0.2 * (1 + (7 / 6 - 1) * 100 / 10000))
-    assert after(ppo_init_kl_coef=0.1) == pytest.approx(after() / 2)
-    assert after(ppo_target=7.0) == pytest.approx(0.2)
-    assert after(ppo_horizon=100) == pytest.approx(0.2 * (7 / 6))
-    assert after(kl_coef=0.3) == 0.3
+    assert coefficient_after() == pytest.approx(0.2 * (1 + (7 / 6 - 1) * 100 / 10000))
+    assert coefficient_after(ppo_init_kl_coef=0.1) == pytest.approx(coefficient_after() / 2)
+    assert coefficient_after(ppo_target=7.0) == pytest.approx(0.2)
+    assert coefficient_after(ppo_horizon=100) == pytest.approx(0.2 * (7 / 6))
+    assert coefficient_after(kl_coef=0.3) == 0.3

@@ -19,27 +19,26 @@ FOREIGN = ("num_generations", "steps_per_generation", "num_iterations")
 
 
 def user(folder, **options):
-    """Options of a run that draws 16 completions of as many prompts and trains on them in 2 steps, twice; two
-    rollouts."""
+    """Return the options of a run with two rollouts: 16 completions of 16 prompts, trained on twice in 2 steps."""
     made = {name: value for name, value in group_user(folder).items() if name not in FOREIGN}
     return {**made, "stage": "ppo", "ppo_buffer_size": 2, "ppo_epochs": 2, "learning_rate": 1e-3,
             "max_steps": 2, **options}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
     return folder, train(user(folder))
 
 
-def test_run_trains_policy_and_value_head_and_adapts_coefficient(whole):
-    _, run = whole
+def test_run_trains_policy_and_value_head_and_adapts_coefficient(finished_run):
+    _, run = finished_run
     log = [entry for entry in history(run) if "loss" in entry]
-    options = user(whole[0])
-    steps = options["ppo_buffer_size"] * options["ppo_epochs"]  # of a rollout
+    options = user(finished_run[0])
+    steps = options["ppo_buffer_size"] * options["ppo_epochs"]  # steps of a rollout
     assert [("reward" in entry) for entry in log] == [step % steps == 0 for step in range(8)]
     assert {"ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy", "ppo/skipped"} <= log[1].keys()
-    assert log[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is its reference still
+    assert log[0]["objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy still equals the reference
     assert log[0]["kl_coef"] == pytest.approx(0.2)
     assert log[4]["objective/kl"] != 0
     assert log[4]["kl_coef"] == pytest.approx(0.2 * (1 - 0.2 * 16 / 10000))
@@ -47,8 +46,8 @@ def test_run_trains_policy_and_value_head_and_adapts_coefficient(whole):
     assert all(not torch.equal(heads[0][name], heads[1][name]) for name in heads[0].keys() - {CRITIC})
 
 
-def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, capsys):
-    folder, run = whole
+def test_value_head_is_saved_next_to_the_model_and_reloaded(finished_run, tmp_path, capsys):
+    folder, run = finished_run
     saved, last = (load_file(each / "value_head.safetensors") for each in (run, run / "checkpoint-8"))
     assert saved.keys() == {"v_head.summary.weight", "v_head.summary.bias", CRITIC}
     assert all(torch.equal(saved[name], last[name]) for name in saved)
@@ -61,27 +60,27 @@ def test_value_head_is_saved_next_to_the_model_and_reloaded(whole, tmp_path, cap
 
 
 @pytest.mark.parametrize("name", ["", "checkpoint-8"])
-def test_policy_with_a_value_head_generates_text(whole, name):
-    _, run = whole
+def test_policy_with_a_value_head_generates_text(finished_run, name):
+    _, run = finished_run
     assert writes_answers(serving_of([str(run / name)]).options)
 
 
-def test_policy_is_no_reward_model(whole):
-    _, run = whole
+def test_policy_is_rejected_as_a_reward_model(finished_run):
+    _, run = finished_run
     with pytest.raises(UserError, match="it is not a reward model"):
         load_reward_model(str(run))
 
 
-def test_steps_count_rollouts_with_one_learning_rate_each(whole, tmp_path):
-    folder, _ = whole
+def test_steps_count_rollouts_with_one_learning_rate_each(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"lr_scheduler_type": "linear", "save_strategy": "no", "output_dir": str(tmp_path / "out")}
     log = [entry for entry in history(train(user(folder, **options))) if "loss" in entry]
     assert [entry["learning_rate"] for entry in log] == pytest.approx([1e-3] * 4 + [5e-4] * 4)
 
 
 @pytest.mark.parametrize("stopped", representative_slow([3, 1, 4], 1))
-def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, stopped):
-    folder, run = whole
+def test_run_resumed_inside_a_rollout_gives_the_same_weights(finished_run, tmp_path, stopped):
+    folder, run = finished_run
     out = tmp_path / "out"
     out.mkdir()
     shutil.copytree(run / f"checkpoint-{stopped}", out / f"checkpoint-{stopped}")
@@ -92,8 +91,8 @@ def test_run_resumed_inside_a_rollout_gives_the_same_weights(whole, tmp_path, st
 
 
 @pytest.mark.slow
-def test_evaluation_changes_nothing(whole, tmp_path):
-    folder, _ = whole
+def test_evaluation_changes_nothing(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"val_size": 4, "eval_strategy": "steps", "ppo_score_norm": True, "save_steps": 8}
     a, b = (train(user(folder, **options, eval_steps=steps, output_dir=str(tmp_path / str(steps)))) for steps in (1, 8))
     assert same_weights(a, b)
@@ -101,8 +100,8 @@ def test_evaluation_changes_nothing(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_update_does_not_depend_on_micro_batching(whole, tmp_path):
-    folder, _ = whole
+def test_update_does_not_depend_on_micro_batching(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"max_steps": 1, "save_steps": 1, "ppo_epochs": 1, "infer_exact": True}
     cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     a, b = (
@@ -112,16 +111,16 @@ def test_update_does_not_depend_on_micro_batching(whole, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_step_beyond_ratio_threshold_has_no_loss(whole, tmp_path):
-    folder, _ = whole
+def test_step_beyond_ratio_threshold_has_no_loss(finished_run, tmp_path):
+    folder, _ = finished_run
     run = train(user(folder, ppo_ratio_threshold=1.0000001, learning_rate=0.1, output_dir=str(tmp_path / "far")))
     log = [entry for entry in history(run) if "loss" in entry]
     assert log[-1]["ppo/skipped"] > 0
     assert any(entry["loss"] == 0 for entry in log)
 
 
-def test_unfinished_completion_is_penalized(whole, tmp_path):
-    folder, _ = whole
+def test_unfinished_completion_is_penalized(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"max_steps": 1, "save_steps": 1}
     a, b = (train(user(folder, **options, missing_eos_penalty=penalty, output_dir=str(tmp_path / str(penalty))))
             for penalty in (None, 5.0))  # fmt: skip
@@ -130,8 +129,8 @@ def test_unfinished_completion_is_penalized(whole, tmp_path):
     assert any("returns" in name for name in lower)
 
 
-def test_options_of_other_losses_without_effect_are_reported(whole, tmp_path, capsys):
-    folder, _ = whole
+def test_options_of_other_losses_without_effect_are_reported(finished_run, tmp_path, capsys):
+    folder, _ = finished_run
     train(user(folder, num_iterations=2, scale_rewards="batch", max_steps=1, output_dir=str(tmp_path / "out")))
     output = capsys.readouterr()
     for name in ("num_iterations", "scale_rewards"):
@@ -146,7 +145,7 @@ def test_options_of_other_losses_without_effect_are_reported(whole, tmp_path, ca
         ({"train_on_prompt": True}, "train_on_prompt"),
     ],
 )
-def test_options_unsupported_by_ppo_are_rejected(whole, tmp_path, options, message):
-    folder, _ = whole
+def test_options_unsupported_by_ppo_are_rejected(finished_run, tmp_path, options, message):
+    folder, _ = finished_run
     with pytest.raises(UserError, match=message):
         train(user(folder, **options, output_dir=str(tmp_path / "out")))

@@ -37,8 +37,8 @@ def models(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def copied(model, folder, template=None):
-    """A copy of a model with another chat template. Default: none."""
+def copy_model(model, folder, template=None):
+    """Copy a model and replace its chat template. Default: no template."""
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     if template is not None:
@@ -46,8 +46,8 @@ def copied(model, folder, template=None):
     return folder
 
 
-def alone(model, tokenizer, head):
-    """The score of each text in a pass of its own."""
+def scores_one_by_one(model, tokenizer, head):
+    """Return the score of each text, computed one by one."""
     result = []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         ids = torch.tensor([tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]])
@@ -59,10 +59,12 @@ def alone(model, tokenizer, head):
 def test_stage_rm_folder_and_classifier_score_the_last_token(models):
     value_head = reward_model_of(str(models / "policy_vhead"))
     weights = load_file(models / "policy_vhead" / "value_head.safetensors")
-    expected = alone(value_head.model, value_head.tokenizer, lambda h: h @ weights["v_head.summary.weight"][0])
+    expected = scores_one_by_one(
+        value_head.model, value_head.tokenizer, lambda h: h @ weights["v_head.summary.weight"][0]
+    )
     assert value_head(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
     classifier = reward_model_of(str(models / "scorer"))
-    expected = alone(classifier.model, classifier.tokenizer, classifier.model.score)
+    expected = scores_one_by_one(classifier.model, classifier.tokenizer, classifier.model.score)
     assert classifier(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
     assert classifier.__name__ == "scorer"
 
@@ -93,7 +95,7 @@ def test_folder_without_head_is_not_a_reward_model(models):
 
 
 def hub_cache(folder, names):
-    """A cache of the Hub with copies of folders under the IDs ``org/<name>``."""
+    """Create a hub cache with copies of folders under the ids ``org/<name>``."""
     for name, source in names.items():
         kept = folder / f"models--org--{name}"
         shutil.copytree(source, kept / "snapshots" / "abc")
@@ -115,7 +117,7 @@ def test_model_of_the_hub_is_scored_with_its_own_head(models, tmp_path):
 
 def test_missing_weights_of_another_model_are_reported_with_its_own_option(models, tmp_path):
     for name in ("policy_vhead", "reference"):
-        (copied(models / name, tmp_path / name) / "model.safetensors").unlink()
+        (copy_model(models / name, tmp_path / name) / "model.safetensors").unlink()
     options = {**user(tmp_path), "reward_model": str(tmp_path / "policy_vhead"), "beta": 0.1,
                "ref_model": str(tmp_path / "reference")}  # fmt: skip
     with pytest.raises(UserError) as error:
@@ -171,7 +173,7 @@ def test_conversations_require_a_chat_template(models):
 def test_reward_model_that_cannot_read_conversations_is_reported_before_weights_are_read(
     models, tmp_path, monkeypatch, run, template, message
 ):
-    reward = copied(models / "policy_vhead", tmp_path / "policy_vhead", template)
+    reward = copy_model(models / "policy_vhead", tmp_path / "policy_vhead", template)
     monkeypatch.setattr(build, "load_model", None)
     options = {**user(tmp_path), "reward_model": str(reward)}
     with pytest.raises(UserError, match=message):
@@ -179,7 +181,7 @@ def test_reward_model_that_cannot_read_conversations_is_reported_before_weights_
 
 
 def test_reward_model_without_a_chat_template_scores_texts(models, tmp_path):
-    reward = copied(models / "policy_vhead", tmp_path / "policy_vhead")
+    reward = copy_model(models / "policy_vhead", tmp_path / "policy_vhead")
     made = user(tmp_path)
     records = [{"prompt": prompt, "answer": "a"} for prompt in PROMPTS * 4]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -189,7 +191,7 @@ def test_reward_model_without_a_chat_template_scores_texts(models, tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "model", "function"])
 def test_trainer_refuses_conversations_for_a_reward_model_without_chat_template(models, tmp_path, monkeypatch, kind):
-    folder = copied(models / "scorer", tmp_path / "scorer")
+    folder = copy_model(models / "scorer", tmp_path / "scorer")
     reward = str(folder)
     if kind == "model":
         reward = AutoModelForSequenceClassification.from_pretrained(folder)
@@ -203,7 +205,7 @@ def test_trainer_refuses_conversations_for_a_reward_model_without_chat_template(
     assert "reward_processing_classes" in str(error.value)
     reader = AutoTokenizer.from_pretrained(folder)
     reader.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(TypeError):  # passed: the model is loaded next
+    with pytest.raises(TypeError):  # the check has passed if the model is loaded
         GRPOTrainer(str(models / "policy"), str(folder), args, chats, reward_processing_classes=reader)
 
 

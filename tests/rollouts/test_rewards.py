@@ -160,7 +160,7 @@ def test_scores_can_be_a_tensor():
         ([1.0, 10**400, 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, "2.0", 0.0], "returned '2.0' for completion 2; a reward must be a number or None."),
-        ([1.0, 1e39, 0.0], "returned 1e+39 for completion 2"),  # infinite in float32
+        ([1.0, 1e39, 0.0], "returned 1e+39 for completion 2"),  # inf in float32
         (len, "creates the reward function, write {test_rewards.py:<lambda>: {}} in YAML"),
         (b"abc", "must return a list with one reward for each completion. Received: bytes."),
         (torch.ones(3, device="meta"), "must return a list with one reward for each completion. Received: Tensor."),
@@ -215,7 +215,7 @@ def test_function_with_positional_only_parameters_is_rejected_when_loaded():
 
     with pytest.raises(UserError, match="rates declares prompts and completions as positional-only"):
         load_rewards([rates])
-    assert load_rewards([max])  # its parameters are unknown
+    assert load_rewards([max])  # a function with unknown parameters
 
 
 def test_exception_is_reported_with_file_line_record_and_completion():
@@ -253,7 +253,7 @@ def test_coroutines_run_concurrently_with_a_time_limit():
 
     start = time.monotonic()
     table = rewards_of([slow] * 4)
-    assert time.monotonic() - start < 6  # one after another they take 8 s
+    assert time.monotonic() - start < 6  # sequentially, they take 8 s
     assert table.values.sum() == 12
     assert "slow has not returned" in reward_error([slow], timeout_s=0.05)
 
@@ -297,7 +297,7 @@ def test_system_exit_in_a_function_is_reported_as_its_error(folder, monkeypatch)
 
 
 @pytest.mark.run
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, about a fork with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns about a fork with threads
 def test_forked_processes_do_not_continue_the_run(capfd):
     main, codes = os.getpid(), []
 
@@ -424,7 +424,7 @@ def test_columns_named_like_arguments_are_not_passed():
     rewards_of([sees], columns={"prompts": ["other"] * 3, "completions": ["other"] * 3})
 
 
-# --- the built-in ones ------------------------------------------------------------------------------------------------
+# --- built-in functions -----------------------------------------------------------------------------------------------
 
 TEXTS = ["<think>a</think>b", "<think>a<think>b</think>", "a</think>", "<think>a", "x<think>a</think>"]
 
@@ -464,7 +464,7 @@ def test_math_reward_requires_its_extra_or_matches_math_verify():
 
 
 class TwoRanks:
-    """A backend whose other rank has failed with ``other``."""
+    """Backend of two ranks. Args: other: the error of the other rank."""
 
     rank, world_size = 0, 2
 

@@ -32,7 +32,7 @@ BOTH = [
     ({"reward_weights": ["a", 1]}, '"reward_weights" must be a list of numbers. Received: \'a\' as element 1.'),
     ({"reward_weights": [float("inf")]}, "reward_weights must be finite numbers. Received: [inf]."),
 ]  # fmt: skip
-OF_YAML = [
+YAML_CASES = [
     ({"reward_funcs": None}, "stage: grpo needs a reward."),
     ({"reward_weights": [1, 2]}, "reward_weights must have one weight for each reward. Received: 2 for 1."),
     ({"packing": True}, '"packing" is not supported with stage: grpo'),
@@ -44,7 +44,7 @@ OF_YAML = [
     ({"stage": "ppo", "num_generations": 2}, '"num_generations" must be 1 with stage: ppo.'),
     ({"auto_find_batch_size": True}, "auto_find_batch_size"),
 ]
-OF_CONFIGS = [
+CONFIG_CASES = [
     (GRPOConfig, {"use_vllm": True}, "Remove use_vllm and vllm_*."),
     (GRPOConfig, {"ds3_gather_for_generation": False}, '"ds3_gather_for_generation" must be True'),
     (GRPOConfig, {"auto_find_batch_size": True}, "a generation batch must consist of whole groups"),
@@ -60,14 +60,14 @@ OF_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BOTH + OF_YAML)
+@pytest.mark.parametrize(("options", "message"), BOTH + YAML_CASES)
 def test_invalid_yaml_config_gives_its_error(tmp_path, options, message):
     with pytest.raises(UserError) as error:
         planned(tmp_path, **options)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "options", "message"), [(GRPOConfig, *row) for row in BOTH] + OF_CONFIGS)
+@pytest.mark.parametrize(("kind", "options", "message"), [(GRPOConfig, *row) for row in BOTH] + CONFIG_CASES)
 def test_invalid_python_config_gives_its_error(tmp_path, kind, options, message):
     with pytest.raises((UserError, ValueError)) as error:
         kind(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)

@@ -21,7 +21,7 @@ REWARDS = "def short(completions, **kwargs):\n    return [-len(c[0]['content']) 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model, prompts with solutions, and a reward function."""
+    """Create a folder with a model, prompts with solutions, and a reward function."""
     folder = tmp_path_factory.mktemp("examples")
     make_model(folder / "model")
     (folder / "my_rewards.py").write_text(REWARDS)
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 def with_burnish(script, name):
-    """The script with the trainer, its config and the rewards imported from burnish."""
+    """Return the script with the trainer, its config and the rewards imported from burnish."""
     for imported, others in ((f"{name}Trainer", "trainer"), (f"{name}Config", "config")):
         line = re.search(rf"^( *)from trl import (.*\b{imported}\b.*)$", script, re.MULTILINE)
         assert line, others

@@ -16,14 +16,14 @@ from burnish.rollouts.samples import ScoredCompletion
 from representative import representative_slow
 from run_outputs import history, same_weights
 
-OF_A_GENERATION = {
+GENERATION_METRICS = {
     "reward", "reward_std", "frac_reward_zero_std", "rewards/short/mean", "rewards/short/std", "rewards/short/none",
     "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
     "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
     "time/generate", "time/reward", "time/logps",
 }  # fmt: skip
 CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
-OF_A_STEP = {"loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "step_time", "time/train"}
+STEP_METRICS = {"loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "step_time", "time/train"}
 ENDS = {"mask_truncated_completions": False, "max_completion_length": 100, "num_iterations": 1}
 CASES = {
     "grpo": ({"beta": 0.1}, {"kl"} | CLIPS),
@@ -41,7 +41,7 @@ def test_log_has_every_metric(tmp_path, name):
     options, names = CASES[name]
     run = train(user(tmp_path, max_steps=1, save_strategy="no", **{**ENDS, **options}))
     (entry,) = [entry for entry in history(run) if "loss" in entry]
-    assert not (OF_A_GENERATION | OF_A_STEP | names) - entry.keys()
+    assert not (GENERATION_METRICS | STEP_METRICS | names) - entry.keys()
     assert entry["num_tokens"] > 0
     assert entry["step_time"] >= entry["time/train"] > 0
 
@@ -65,17 +65,17 @@ def test_ppo_log_has_every_metric(tmp_path):
     result = {name for entry in history(run) for name in entry}
     names = {"objective/kl", "kl_coef", "ppo/policy_loss", "ppo/value_loss", "ppo/clipfrac", "ppo/entropy",
              "ppo/skipped", "sampling/logp_difference"}  # fmt: skip
-    wanted = (OF_A_GENERATION | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
-    assert not wanted - result
+    expected = (GENERATION_METRICS | names | {"step_time", "num_tokens"}) - {"frac_reward_zero_std"}
+    assert not expected - result
 
 
-def scored(length: int, is_ended: bool, *rewards: float | None) -> ScoredCompletion:
+def scored_completion(length: int, is_ended: bool, *rewards: float | None) -> ScoredCompletion:
     return ScoredCompletion(0, 0, "", [1], [5] * length, [1] * length, is_ended, rewards=list(rewards))
 
 
 def test_metrics_of_two_generations_are_means_over_completions():
-    small = [scored(4, True, 1.0, None), scored(2, True, 0.0, None)]
-    large = [scored(10, False, 1.0, 2.0)] * 4 + [scored(6, True, None, None)] * 2
+    small = [scored_completion(4, True, 1.0, None), scored_completion(2, True, 0.0, None)]
+    large = [scored_completion(10, False, 1.0, 2.0)] * 4 + [scored_completion(6, True, None, None)] * 2
     total: dict[str, list[float]] = {}
     for samples, rewards in ((small, [1.0, 0.0]), (large, [3.0] * 4)):
         lengths = [len(sample.ids) for sample in samples]
@@ -114,17 +114,17 @@ def sometimes(prompts, **kwargs):
 """
 
 
-def refilling(tmp_path, **more):
+def refill_options(tmp_path, **more):
     (tmp_path / "sometimes.py").write_text(SOMETIMES)
     return user(tmp_path, reward_funcs=[f"{tmp_path}/sometimes.py:sometimes"], drop_zero_variance_groups="refill",
                 num_iterations=1, **more)  # fmt: skip
 
 
 def test_refill_samples_more_prompts_until_the_step_is_full(tmp_path):
-    run = train(refilling(tmp_path, max_steps=4, logging_steps=2))
+    run = train(refill_options(tmp_path, max_steps=4, logging_steps=2))
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert [sum(line["step"] == step for line in lines) for step in (1, 3)] == [32, 32]  # two step batches each
-    assert len({line["record"] for line in lines}) == 16  # used-up prompts are used up
+    assert len({line["record"] for line in lines}) == 16  # prompts are not sampled again
     log = [entry for entry in history(run) if "loss" in entry]
     assert [entry["frac_groups_dropped"] for entry in log] == [0.5, 0.5]
     assert all(entry["grad_norm"] > 0 for entry in log)
@@ -132,7 +132,7 @@ def test_refill_samples_more_prompts_until_the_step_is_full(tmp_path):
 
 @pytest.mark.slow
 def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
-    options = refilling(tmp_path, max_steps=2, logging_steps=1)
+    options = refill_options(tmp_path, max_steps=2, logging_steps=1)
     (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")
     run = train(options)
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
@@ -141,9 +141,9 @@ def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
 
 
 def test_refilled_run_resumed_inside_a_generation_gives_the_same_weights(tmp_path):
-    whole = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))
-    train(refilling(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))
-    parted = train(refilling(tmp_path, max_steps=4, output_dir=str(tmp_path / "part")))
+    whole = train(refill_options(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))
+    train(refill_options(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))
+    parted = train(refill_options(tmp_path, max_steps=4, output_dir=str(tmp_path / "part")))
     assert same_weights(whole, parted)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from golden_steps import Golden, make_models
+from golden_steps import GoldenCase, make_models
 from test_rollout_trainers import folder, prompts, trainer_of, variety  # noqa: F401, a fixture
 
 from burnish import GRPOConfig
@@ -44,14 +44,14 @@ OF_THE_LOSS = {
 
 
 def numbers(models, options):
-    """Losses and gradient norms of three steps over the same completions."""
+    """Return losses and gradient norms of three steps on the same completions."""
     config = {"rl_beta": 0.0, "num_iterations": 3, **options}
     case = {
         "set": config.pop("set", "a"), "trainer": config.pop("trainer", "grpo"), "model": "policy+reference",
         "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_steps": 3, "learning_rate": 1.0,
         "config": config,
     }  # fmt: skip
-    outcome = Golden(case, models, 64).run()
+    outcome = GoldenCase(case, models, 64).run()
     return outcome.losses + outcome.norms
 
 

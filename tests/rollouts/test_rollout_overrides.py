@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def noting(kind, name):
+def recording(kind, name):
     def method(self, model, inputs, *args, **kwargs):
         vars(self).setdefault("seen", []).append((model, inputs))
         return getattr(super(mine, self), name)(model, inputs, *args, **kwargs)
@@ -61,7 +61,7 @@ def run(folder, output, kind, **options):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
-    mine, logs, evaluated = run(folder, tmp_path / "mine", noting(kind, name))
+    mine, logs, evaluated = run(folder, tmp_path / "mine", recording(kind, name))
     _, expected, expected_evaluated = run(folder, tmp_path / "usual", kind)
     for log, other in zip(logs, expected, strict=True):
         for value in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
@@ -77,11 +77,11 @@ def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, f
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_constant_loss_override_is_reported(kind, folder, tmp_path):
-    class Mine(kind):
+    class CustomTrainer(kind):
         def _compute_loss(self, model, inputs):
             return model.get_output_embeddings().weight.sum() * 0 + 42
 
-    _, logs, evaluated = run(folder, tmp_path, Mine, gradient_accumulation_steps=1)
+    _, logs, evaluated = run(folder, tmp_path, CustomTrainer, gradient_accumulation_steps=1)
     assert [log["loss"] for log in logs] == [42, 42]
     assert evaluated["eval_loss"] == 42
     assert all({"reward", "rewards/variety/mean", "completions/mean_length"} <= log.keys() for log in logs)
@@ -90,9 +90,9 @@ def test_constant_loss_override_is_reported(kind, folder, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
-    """The formula of TRL's own method, with what it reads of the trainer and of the batch."""
+    """The loss is the formula of TRL's method, which reads attributes of the trainer and the batch."""
 
-    class Mine(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _compute_loss(self, model, inputs):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
@@ -118,7 +118,7 @@ def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
             return (loss * counted).sum() / items
 
     options = {"loss_type": loss_type, "beta": 0.1, "steps_per_generation": 4, "max_steps": 4}
-    _, logs, _ = run(folder, tmp_path / "mine", Mine, **options)
+    _, logs, _ = run(folder, tmp_path / "mine", CustomTrainer, **options)
     _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer, **options)
     assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in expected], rel=1e-3, abs=1e-6)
     assert [log["grad_norm"] for log in logs] == pytest.approx([log["grad_norm"] for log in expected], rel=1e-3)
@@ -126,7 +126,7 @@ def test_loss_written_for_trl_equals_trainer_loss(loss_type, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_overrides_of_evaluation_receive_trl_arguments(kind, folder, tmp_path):
-    class Mine(kind):
+    class CustomTrainer(kind):
         def _prepare_input(self, data):
             batches.append(isinstance(data, dict) and data.keys() >= KEYS)
             return super()._prepare_input(data)
@@ -140,7 +140,7 @@ def test_overrides_of_evaluation_receive_trl_arguments(kind, folder, tmp_path):
             return sizes[-1]
 
     batches, sizes = [], []
-    trainer, _, _ = run(folder, tmp_path, Mine)
+    trainer, _, _ = run(folder, tmp_path, CustomTrainer)
     batches.clear()
     sizes.clear()
     trainer.evaluate()
@@ -149,13 +149,13 @@ def test_overrides_of_evaluation_receive_trl_arguments(kind, folder, tmp_path):
 
 
 def test_overridden_prepare_input_alone_receives_trl_batch_in_evaluation(folder, tmp_path):
-    class Mine(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _prepare_input(self, data):
             batches.append(isinstance(data, dict) and data.keys() >= KEYS)
             return super()._prepare_input(data)
 
     batches = []
-    trainer, _, _ = run(folder, tmp_path, Mine)
+    trainer, _, _ = run(folder, tmp_path, CustomTrainer)
     batches.clear()
     trainer.evaluate()
     assert any(batches)
@@ -172,26 +172,26 @@ def test_sampling_strategy_has_no_effect_on_prompts(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_batch_changed_by_a_script_is_trained(kind, folder, tmp_path):
-    class Mine(kind):
+    class CustomTrainer(kind):
         def _prepare_inputs(self, inputs):
             inputs = super()._prepare_inputs(inputs)
             return {**inputs, "advantages": inputs["advantages"] * 0}
 
-    class InPlace(kind):
+    class InPlaceTrainer(kind):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             inputs["advantages"] = torch.zeros_like(inputs["advantages"])
             return super().compute_loss(model, inputs)
 
-    for own in (Mine, InPlace):
+    for own in (CustomTrainer, InPlaceTrainer):
         _, logs, _ = run(folder, tmp_path / own.__name__, own, beta=0.0)
         assert [log["grad_norm"] for log in logs] == [0, 0]
 
 
 @pytest.mark.parametrize("shift", [0.5, -0.1])
 def test_old_log_probabilities_changed_by_a_script_are_used_in_ratio(shift, folder, tmp_path):
-    """RLOO's are sums over completions; a ratio of exp(-0.5) is clipped where the advantage is negative."""
+    """RLOO's log-probabilities are sums over completions; a ratio of exp(-0.5) is clipped for negative advantages."""
 
-    class Mine(RLOOTrainer):
+    class CustomTrainer(RLOOTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             ratio = torch.full_like(inputs["old_logps"], math.exp(-shift))
             clipped, advantages = ratio.clamp(0.8, 1.2), inputs["advantages"]
@@ -200,18 +200,18 @@ def test_old_log_probabilities_changed_by_a_script_are_used_in_ratio(shift, fold
             return losses[-1]
 
     expected, losses = [], []
-    run(folder, tmp_path / "mine", Mine, beta=0.0, disable_dropout=True)
+    run(folder, tmp_path / "mine", CustomTrainer, beta=0.0, disable_dropout=True)
     assert [float(loss) for loss in losses] == pytest.approx(expected, abs=1e-5)
     assert shift < 0 or max(map(abs, expected)) > 1e-3
 
 
 def test_token_values_of_a_script_are_trained(folder, tmp_path):
-    class Mine(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             logps, entropies, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
             return logps * 2, entropies + 1, *rest
 
-    _, logs, _ = run(folder, tmp_path / "mine", Mine)
+    _, logs, _ = run(folder, tmp_path / "mine", CustomTrainer)
     _, expected, _ = run(folder, tmp_path / "usual", GRPOTrainer)
     assert logs[0]["grad_norm"] == pytest.approx(2 * expected[0]["grad_norm"], rel=1e-4)
     assert logs[0]["entropy"] == pytest.approx(expected[0]["entropy"] + 1, rel=1e-4)
@@ -225,7 +225,7 @@ def test_router_loss_is_trained_with_and_without_override(kind, folder, tmp_path
     MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(tmp_path / "model")
     result = {}
-    for own in (kind, noting(kind, "_compute_loss")):
+    for own in (kind, recording(kind, "_compute_loss")):
         _, logs, _ = run(folder, tmp_path / own.__name__, own, model=str(tmp_path / "model"), learning_rate=0.0)
         result[own.__name__] = [(log["aux_loss"], log["loss"]) for log in logs]
     (defaults, mine) = result.values()
@@ -257,8 +257,8 @@ def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, fo
     assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()
 
 
-class Repeating(Sampler):
-    """A sampler as in TRL: each prompt for each of its completions, each generation batch for each of its uses."""
+class RepeatSampler(Sampler):
+    """A sampler as in TRL: prompts are repeated for their completions, and generation batches for their iterations."""
 
     def __init__(self, numbers, count, size, repeats):
         self.numbers, self.count, self.size, self.repeats = numbers, count, size, repeats
@@ -276,17 +276,17 @@ class Repeating(Sampler):
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_sampler_written_for_trl_gives_each_prompt_once(kind, folder, tmp_path):
-    class Mine(kind):
+    class CustomTrainer(kind):
         def _get_train_sampler(self, dataset=None):
             uses = self.num_iterations * self.args.steps_per_generation
-            return Repeating(range(len(dataset)), self.num_generations, self.args.generation_batch_size, uses)
+            return RepeatSampler(range(len(dataset)), self.num_generations, self.args.generation_batch_size, uses)
 
     class Plain(kind):
         def _get_train_sampler(self, dataset=None):
             return SequentialSampler(dataset)
 
     options = {"num_iterations": 2, "shuffle_dataset": False, "max_steps": -1, "num_train_epochs": 1}
-    found = [run(folder, tmp_path / each.__name__, each, **options)[1] for each in (Mine, Plain, kind)]
+    found = [run(folder, tmp_path / each.__name__, each, **options)[1] for each in (CustomTrainer, Plain, kind)]
     assert len(found[0]) == len(found[1]) == len(found[2])
     for name in ("loss", "reward", "grad_norm"):
         first, *others = [[log.get(name) for log in logs] for logs in found]
@@ -296,8 +296,8 @@ def test_sampler_written_for_trl_gives_each_prompt_once(kind, folder, tmp_path):
 # --- _generate_and_score_completions ----------------------------------------------------------------------------------
 
 
-class Passing:
-    """An override that only calls the original."""
+class CallsOriginal:
+    """Override that only calls the original."""
 
     def _generate_and_score_completions(self, inputs):
         vars(self).setdefault("seen", []).append((inputs, self.model.training))
@@ -307,7 +307,7 @@ class Passing:
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}])
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_override_of_generation_receives_records_and_changes_nothing(kind, options, folder, tmp_path):
-    mine, logs, evaluated = run(folder, tmp_path / "mine", type("Mine", (Passing, kind), {}), **options)
+    mine, logs, evaluated = run(folder, tmp_path / "mine", type("Mine", (CallsOriginal, kind), {}), **options)
     _, expected, expected_evaluated = run(folder, tmp_path / "usual", kind, **options)
     for log, other in zip(logs, expected, strict=True):
         assert log.keys() == other.keys()
@@ -322,9 +322,9 @@ def test_override_of_generation_receives_records_and_changes_nothing(kind, optio
 
 
 def test_values_of_an_override_reach_the_loss(folder, tmp_path):
-    """Completions of a script, with an advantage for each token and a tensor of its own."""
+    """The override returns its own completions, with an advantage per token and an additional tensor."""
 
-    class Mine(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             count, shape = len(inputs), (len(inputs), 3)
             mask = torch.ones(shape, dtype=torch.long)
@@ -345,7 +345,7 @@ def test_values_of_an_override_reach_the_loss(folder, tmp_path):
     numbers, found = [], {}
     for per_token in (False, True):
         numbers.clear()
-        _, logs, _ = run(folder, tmp_path / str(per_token), Mine, loss_type="dr_grpo")
+        _, logs, _ = run(folder, tmp_path / str(per_token), CustomTrainer, loss_type="dr_grpo")
         found[per_token] = [(log["loss"], log["grad_norm"]) for log in logs]
         assert sorted(numbers[:8]) == list(range(8))
         assert [log["script/count"] for log in logs] == [8, 8]
@@ -354,7 +354,7 @@ def test_values_of_an_override_reach_the_loss(folder, tmp_path):
 
 
 def test_resume_inside_a_generation_keeps_values_of_an_override(folder, tmp_path):
-    class Mine(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             return {**output, "doubled": output["advantages"] * 2}
@@ -365,37 +365,37 @@ def test_resume_inside_a_generation_keeps_values_of_an_override(folder, tmp_path
 
     options = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole, other = tmp_path / "whole", tmp_path / "other"
-    trainer_of(folder, Mine, output_dir=str(whole), **options).train()
+    trainer_of(folder, CustomTrainer, output_dir=str(whole), **options).train()
     other.mkdir()
     shutil.copytree(whole / "checkpoint-1", other / "checkpoint-1")
-    trainer_of(folder, Mine, output_dir=str(other), **options).train(resume_from_checkpoint=True)
+    trainer_of(folder, CustomTrainer, output_dir=str(other), **options).train(resume_from_checkpoint=True)
     assert same_weights(whole / "checkpoint-4", other / "checkpoint-4")
 
 
 def test_generation_that_the_loss_cannot_use_is_refused(folder):
-    class Changing(GRPOTrainer):
+    class ChangedCompletions(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             return super()._generate_and_score_completions([{**one, "prompt": "other"} for one in inputs])
 
-    class Incomplete(GRPOTrainer):
+    class MissingKeys(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             return {name: output[name] for name in ("prompt_ids", "completion_ids")}
 
-    class Empty(GRPOTrainer):
+    class NoCompletions(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             super()._generate_and_score_completions(inputs)
 
     with pytest.raises(UserError, match="must return a dict of tensors"):
-        trainer_of(folder, Empty).train()
+        trainer_of(folder, NoCompletions).train()
     with pytest.raises(UserError, match="must pass on its inputs unchanged"):
-        trainer_of(folder, Changing).train()
+        trainer_of(folder, ChangedCompletions).train()
     with pytest.raises(UserError, match="Missing: prompt_mask, completion_mask, advantages"):
-        trainer_of(folder, Incomplete).train()
+        trainer_of(folder, MissingKeys).train()
 
 
 def train_with_override(folder, output, per_device):
-    kind = type("Mine", (Passing, GRPOTrainer), {})
+    kind = type("Mine", (CallsOriginal, GRPOTrainer), {})
     options = {"per_device_train_batch_size": per_device, "num_generations": 4, "max_steps": 2, "optim": "sgd"}
     trainer = trainer_of(Path(folder), kind, output_dir=output, **options)
     trainer.train()

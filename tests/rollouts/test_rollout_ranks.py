@@ -20,8 +20,8 @@ pytestmark = pytest.mark.distributed
 
 
 def options(folder: str, **overrides):
-    """Four steps on two generations of 16 completions, whatever the number of processes. By SGD: Adam divides a
-    gradient that is nearly 0 by its own size, so that the rounding of a sum in another order moves a weight by 1e-6."""
+    """Return the options of four steps on two generations of 16 completions, for any number of processes. The optimizer
+    is SGD, because Adam amplifies rounding of gradients that are nearly 0."""
     more = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4,
             "save_strategy": "no", "beta": 0.04, "use_cpu": True, "scale_rewards": "batch",
             "optim": "sgd", "learning_rate": 1.0, **overrides}  # fmt: skip
@@ -71,7 +71,7 @@ def fails(completions, **kwargs):
 
 @pytest.mark.parametrize("calls", [0, 1])
 def test_failing_reward_on_one_rank_stops_both_with_its_message(tmp_path, calls):
-    options(str(tmp_path))  # writes the model and the data
+    options(str(tmp_path))  # create the model and the data
     (tmp_path / "fails.py").write_text(FAILS.format(calls=calls))
     in_two_processes(run_failing, str(tmp_path), str(tmp_path / "out"), str(tmp_path))
     message = [(tmp_path / rank).read_text() for rank in "01"]

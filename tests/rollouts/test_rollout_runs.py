@@ -38,12 +38,12 @@ def often_none(completion_ids, **kwargs):
 
 
 def user(folder, **options):
-    """Options of a run that draws 16 completions of 4 prompts and trains on them in 2 steps, twice."""
-    made = make_workspace(folder)
+    """Return the options of a run that samples 16 completions of 4 prompts and trains on them twice in 2 steps."""
+    base = make_workspace(folder)
     (folder / "my_rewards.py").write_text(REWARDS)
-    made.pop("num_train_epochs")
+    base.pop("num_train_epochs")
     return {
-        **made, "stage": "grpo", "reward_funcs": [f"{folder}/my_rewards.py:short"], "num_generations": 4,
+        **base, "stage": "grpo", "reward_funcs": [f"{folder}/my_rewards.py:short"], "num_generations": 4,
         "max_completion_length": 12, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "logging_steps": 1, "save_strategy": "steps",
         "save_steps": 1, "report_to": "none", "plot_loss": False, "lr_scheduler_type": "constant", **options,
@@ -56,14 +56,14 @@ def train(options):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of the user, and of a run that nobody stopped."""
+def finished_run(tmp_path_factory):
+    """Return the working folder and the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("rollouts")
     return folder, train(user(folder))
 
 
-def test_first_step_of_a_generation_logs_rewards_lengths_and_times(whole):
-    _, run = whole
+def test_first_step_of_a_generation_logs_rewards_lengths_and_times(finished_run):
+    _, run = finished_run
     log = [entry for entry in history(run) if "loss" in entry]
     assert len(log) == 6
     for step, entry in enumerate(log):
@@ -76,9 +76,9 @@ def test_first_step_of_a_generation_logs_rewards_lengths_and_times(whole):
     assert log[0]["clip_ratio/region_mean"] == 0  # the first step is on-policy
 
 
-@pytest.mark.parametrize("stopped", [1, 3, 4])  # inside a generation, in its second pass, between two
-def test_run_resumed_inside_a_generation_gives_the_same_weights(whole, tmp_path, stopped):
-    folder, run = whole
+@pytest.mark.parametrize("stopped", [1, 3, 4])  # within a generation, in its second iteration, and between two
+def test_run_resumed_inside_a_generation_gives_the_same_weights(finished_run, tmp_path, stopped):
+    folder, run = finished_run
     out = tmp_path / "out"
     out.mkdir()
     shutil.copytree(run / f"checkpoint-{stopped}", out / f"checkpoint-{stopped}")
@@ -95,8 +95,8 @@ def test_run_resumed_inside_a_generation_gives_the_same_weights(whole, tmp_path,
     assert strip[0] == strip[1]
 
 
-def test_evaluation_changes_nothing_and_samples_the_same_each_time(whole, tmp_path):
-    folder, _ = whole
+def test_evaluation_changes_nothing_and_samples_the_same_each_time(finished_run, tmp_path):
+    folder, _ = finished_run
     options = {"val_size": 4, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "save_steps": 6}
     a, b = (train({**user(folder), **options, **more, "output_dir": str(tmp_path / str(at)), "learning_rate": rate})
             for at, (more, rate) in enumerate([({}, 1e-3), ({"eval_steps": 3}, 1e-3)]))  # fmt: skip
@@ -123,7 +123,7 @@ def test_kv_cache_is_freed_before_first_backward_pass(tmp_path, monkeypatch):
     train(user(tmp_path, max_steps=1, save_strategy="no"))
     assert recorded == [0, 0]
     facts = sources[0].scheduler.facts()
-    assert facts.cached_prompt_tokens > 0.5 * facts.prompt_tokens  # three of four prompts of a group are copies
+    assert facts.cached_prompt_tokens > 0.5 * facts.prompt_tokens  # three of the four prompts of a group are copies
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_completion_does_not_depend_on_63_neighbors(tmp_path):
     assert len({tuple(each.ids) for each in among}) > 40
 
 
-def test_completions_are_saved_with_rewards_and_log_extra_columns(whole):
-    _, run = whole
+def test_completions_are_saved_with_rewards_and_log_extra_columns(finished_run):
+    _, run = finished_run
     lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1] * 16 + [5] * 16
     assert {line["sample"] for line in lines} == {0, 1, 2, 3}
@@ -212,12 +212,12 @@ def limited(completions, **kwargs):
 def test_steps_before_a_failing_reward_are_saved(tmp_path, how, message):
     options = user(tmp_path, save_strategy="no", reward_funcs=[f"{tmp_path}/limited.py:limited"], reward_timeout_s=1.0)
     (tmp_path / "limited.py").write_text(FAILING.format(how=how))
-    whole = train({**options, "output_dir": str(tmp_path / "whole")})
+    finished_run = train({**options, "output_dir": str(tmp_path / "whole")})
     (tmp_path / "fails").touch()
     with pytest.raises(UserError, match=f"{message}(.|\n)*Safe: .*checkpoint-4"):
         train(options)
     (tmp_path / "fails").unlink()
-    assert same_weights(whole, train(options))
+    assert same_weights(finished_run, train(options))
 
 
 def test_notes_are_printed_once_with_their_values(capsys):

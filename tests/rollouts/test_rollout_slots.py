@@ -67,7 +67,7 @@ def test_adapter_that_cannot_be_merged_exactly_is_applied(folder, dtype, options
 
 
 def test_adapter_of_a_head_that_is_tied_to_the_embedding_is_applied(folder):
-    """Merging into the shared weight would change the embedding as well."""
+    """Merging into the shared weight would also change the embedding."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head.weight = model.get_input_embeddings().weight
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).eval()

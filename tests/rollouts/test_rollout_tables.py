@@ -19,7 +19,7 @@ def test_each_log_has_a_table_of_the_newest_generation(tmp_path, capsys):
     recorded.on_log(None, state, TrainerControl(), {"eval_loss": 0.0})
     assert not (tmp_path / "completions").exists()
     recorded.on_log(None, state, TrainerControl(), {"loss": 0.0})
-    recorded.on_log(None, state, TrainerControl(), {"loss": 0.0})  # no generation since
+    recorded.on_log(None, state, TrainerControl(), {"loss": 0.0})  # no new generation
     (file,) = (tmp_path / "completions").iterdir()
     assert file.name == "completions_00010.parquet"
     assert parquet.read_table(file).to_pylist() == [

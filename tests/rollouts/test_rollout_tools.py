@@ -58,21 +58,21 @@ def folder(tmp_path_factory):
     return folder
 
 
-class Scripted(CompletionSource):
-    """Turns that are written beforehand: those of a completion by its sample, one after another."""
+class ScriptedSource(CompletionSource):
+    """Completion source that returns scripted turns, by sample."""
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.seen = tokenizer, turns, []
 
     def complete(self, prompts, keys, limits):
         self.seen += [(key.sample, key.start, self.tokenizer.decode(p)) for p, key in zip(prompts, keys, strict=True)]
-        made = []
+        completions = []
         for key in keys:
             turns = self.turns[key.sample % len(self.turns)]
             turn = turns[sum(1 for s, *_ in self.seen if s == key.sample) - 1] if len(turns) > 1 else turns[0]
             ids = self.tokenizer(turn + "<|im_end|>", add_special_tokens=False)["input_ids"][: limits.max_new_tokens]
-            made.append(Completion(ids, ids[-1] == self.tokenizer.eos_token_id))
-        return made
+            completions.append(Completion(ids, ids[-1] == self.tokenizer.eos_token_id))
+        return completions
 
     def free(self):
         return None
@@ -87,19 +87,19 @@ def one_prompt():
 
 
 def trained(folder, turns, tools=(add, slow), rewards=variety, **options):
-    """A trainer whose completions are written beforehand, after a step."""
+    """Train one step with scripted completions. Return the trainer and its completion source."""
     trainer = trainer_of(
         folder, rewards=rewards, dataset=options.pop("dataset", one_prompt()), max_steps=1,
         **{"max_completion_length": 400, **options},
         trainer_args={"tools": list(tools), **options.pop("more", {})},
     )  # fmt: skip
     source = trainer.objective.source
-    source.inner = Scripted(trainer._tokenizer, turns)
+    source.inner = ScriptedSource(trainer._tokenizer, turns)
     trainer.train()
     return trainer, source
 
 
-def test_tool_calls_are_executed_and_results_are_not_learned(folder):
+def test_tool_calls_are_executed_and_results_are_not_trained(folder):
     recorded = {}
 
     def sees(completions, completion_ids, **_):
@@ -127,7 +127,7 @@ def test_tool_calls_are_executed_and_results_are_not_learned(folder):
     assert log["tools/failure_frequency"] == pytest.approx(1 / 3)
     assert source.inner.seen[0][2].startswith('<|im_start|>system\n{"type": "function"')
     starts = {start for sample, start, _ in source.inner.seen if sample == 0}
-    assert len(starts) == 2  # the second turn has noise of its own
+    assert len(starts) == 2  # the second turn uses different noise
 
 
 def test_tool_that_exits_is_a_failed_call(folder):
@@ -204,7 +204,7 @@ def test_interrupt_in_a_tool_ends_training(folder):
 
 
 def test_tools_run_within_an_event_loop(folder):
-    """In a notebook, an event loop is running already."""
+    """In a notebook, an event loop is already running."""
 
     async def notebook():
         return trained(folder, [[call("slow", a=5), "a"], [call("add", a=1, b=2), "b"], ["c"], ["d"]])
@@ -295,7 +295,7 @@ def test_template_that_rewrites_a_prompt_is_rejected(folder):
 
 
 def test_turn_keeps_its_thought_where_the_template_drops_it(folder):
-    """Qwen3's template adds an empty thought to the last turn, and omits it when a tool result follows."""
+    """Qwen3's template adds an empty thought to the last turn and removes it when a tool result follows."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     usual = ToolDialogue(tokenizer, schemas([add]), {})
     thought = "{%- if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -335,7 +335,7 @@ def test_environment_provides_tools_prompt_and_reward(folder):
     )  # fmt: skip
     turns = [[call("increment", by=sample), "ok"] for sample in range(4)]
     source = trainer.objective.source
-    source.inner = Scripted(trainer._tokenizer, turns * 3)
+    source.inner = ScriptedSource(trainer._tokenizer, turns * 3)
     complete = source.inner.complete
 
     def anew(prompts, keys, limits):
@@ -447,7 +447,7 @@ def test_rollout_function_with_missing_fields_is_rejected(folder):
 
 @pytest.mark.parametrize("name", ["env_mask", "logprobs"])
 def test_rollout_function_with_values_for_other_tokens_is_rejected(folder, name):
-    """One too many for a completion, one too few for the next."""
+    """One completion has too many values, the next one too few."""
 
     def rollout(prompts, trainer):
         values = [[1.0] * (3 if at % 2 else 1) for at in range(len(prompts))]
@@ -527,7 +527,7 @@ def test_rollout_function_that_cannot_be_called_is_rejected(folder, function, me
         trainer_of(folder, dataset=prompts(), trainer_args={"rollout_func": function})
 
 
-def test_value_of_a_rollout_function_that_is_no_list_is_passed_for_each_completion(folder):
+def test_non_list_value_of_a_rollout_function_is_passed_for_each_completion(folder):
     seen = []
 
     def rollout(prompts, trainer):

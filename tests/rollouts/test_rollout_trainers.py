@@ -31,7 +31,7 @@ def prompts(count=8):
     return Dataset.from_list([{"prompt": f"Repeat: {WORDS[i % 10]}", "answer": WORDS[i % 10]} for i in range(count)])
 
 
-def chats(count=8):
+def chat_prompts(count=8):
     return Dataset.from_list(
         [{"prompt": [{"role": "user", "content": WORDS[i % 10]}], "answer": WORDS[i % 10]} for i in range(count)]
     )
@@ -54,7 +54,7 @@ def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=No
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-@pytest.mark.parametrize("dataset", [prompts, chats])
+@pytest.mark.parametrize("dataset", [prompts, chat_prompts])
 def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):
     trainer = trainer_of(folder, kind, dataset=dataset(), beta=0.04)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -65,7 +65,7 @@ def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):
              "rewards/variety/std", "completions/mean_length", "completions/clipped_ratio", "kl", "entropy",
              "clip_ratio/region_mean", "num_tokens", "learning_rate"}  # fmt: skip
     assert names <= log.keys()
-    assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the start
+    assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the initial model
 
 
 @pytest.mark.parametrize(
@@ -120,20 +120,20 @@ def test_reward_functions_receive_trl_arguments(folder):
         log_extra("asked", answer)
         return [0.1 * at for at in range(8)]
 
-    trainer = trainer_of(folder, rewards=[sees, variety], dataset=chats(), gradient_accumulation_steps=2)
+    trainer = trainer_of(folder, rewards=[sees, variety], dataset=chat_prompts(), gradient_accumulation_steps=2)
     trainer.train()
     assert [log["trainer_step"] for log in trainer.state.log_history if "loss" in log] == [0, 1]
     assert trainer.reward_func_names == ["sees", "variety"]
 
 
 def test_subclass_can_compute_rewards(folder):
-    class Own(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             assert inputs[0]["prompt"] == prompts[0]
             assert "answer" in inputs[0]
             return torch.tensor([[float(len(ids))] for ids in completion_ids_list])
 
-    trainer = trainer_of(folder, Own)
+    trainer = trainer_of(folder, CustomTrainer)
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["reward"] == pytest.approx(log["completions/mean_length"])
@@ -142,9 +142,9 @@ def test_subclass_can_compute_rewards(folder):
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("name", ["_remove_unused_columns", "_generate"])
 def test_uncalled_override_is_named(folder, kind, name):
-    mine = type("Mine", (kind,), {name: lambda self, *args, **kwargs: None})
+    subclass = type("Mine", (kind,), {name: lambda self, *args, **kwargs: None})
     with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
-        trainer_of(folder, mine)
+        trainer_of(folder, subclass)
 
 
 def test_attributes_have_the_values_of_the_arguments(folder):
@@ -163,13 +163,13 @@ def test_attributes_have_the_values_of_the_arguments(folder):
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_attributes_set_by_a_script_apply_from_the_next_generation(folder, kind):
-    class Mine(kind):
+    class CustomTrainer(kind):
         def __init__(self, *args, **kwargs):
-            self.num_generations = 99  # overwritten by the constructor, as in TRL
+            self.num_generations = 99  # overwritten by the constructor as in TRL
             super().__init__(*args, **kwargs)
             self.num_generations = self.args.num_generations
 
-    trainer = trainer_of(folder, Mine, beta=0.5, top_k=0)
+    trainer = trainer_of(folder, CustomTrainer, beta=0.5, top_k=0)
     assert trainer.num_generations == 4
     trainer.max_completion_length, trainer.top_k, trainer.beta = 3, 1, 0.25
     trainer.train()
@@ -338,10 +338,10 @@ def test_configs_have_trl_defaults():
 
 
 def test_python_of_documentation_page_runs(folder, monkeypatch):
-    """Its reward function on messages, and its trainer with another model and fewer steps."""
+    """The page's reward function is called with messages, and its trainer runs with a small model and few steps."""
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     function, script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names = {"dataset": chats()}
+    names = {"dataset": chat_prompts()}
     exec(function, names)
     assert names["exact"]([[{"role": "assistant", "content": " a"}]], answer=["a"]) == [1.0]
     monkeypatch.chdir(folder)

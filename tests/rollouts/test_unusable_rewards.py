@@ -180,7 +180,7 @@ def test_column_that_some_records_lack_is_none_for_them(folder):  # noqa: F811
 
 
 def test_script_may_pass_other_arguments_to_its_reward_functions(folder):  # noqa: F811
-    class Own(GRPOTrainer):
+    class CustomTrainer(GRPOTrainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
             return super()._calculate_rewards(
                 [{**each, "level": 1} for each in inputs], prompts, completions, completion_ids_list
@@ -189,7 +189,7 @@ def test_script_may_pass_other_arguments_to_its_reward_functions(folder):  # noq
     def graded(completions, level):
         return [each / 10 for each in level]
 
-    trainer = trainer_of(folder, Own, rewards=[graded, variety], max_steps=1)
+    trainer = trainer_of(folder, CustomTrainer, rewards=[graded, variety], max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["rewards/graded/mean"] == pytest.approx(0.1)
 
@@ -221,7 +221,7 @@ def test_missing_library_of_a_named_reward_is_reported_by_the_trainer(folder, no
         ("some/model", 'reward_model "some/model" is not a local folder, is not in the Hub'),
     ],
 )  # fmt: skip
-def test_trainer_rejects_a_name_that_is_no_reward(folder, monkeypatch, name, message):  # noqa: F811
+def test_trainer_rejects_an_unknown_reward_name(folder, monkeypatch, name, message):  # noqa: F811
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError) as error:
         trainer_of(folder, rewards=[name])

@@ -22,14 +22,14 @@ TAGS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "qwen2_5_vl"
-    made, processor = image_models().build("qwen2_5_vl")
-    made.save_pretrained(folder)
+    vision_model, processor = image_models().build("qwen2_5_vl")
+    vision_model.save_pretrained(folder)
     image_models().save_processor(processor, folder)
     return folder
 
 
-def run_arguments(model, folder, records, **options):
-    """The arguments of a run on the records."""
+def command_line(model, folder, records, **options):
+    """Return the command line of a run on the records."""
     entry = {
         "file_name": "v.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"},
         "tags": TAGS,
@@ -40,11 +40,11 @@ def run_arguments(model, folder, records, **options):
         "model_name_or_path": model, "template": "qwen2_vl", "dataset": "v", "dataset_dir": folder, "max_steps": 1,
         "output_dir": folder / "out", "use_cpu": "true", "report_to": "none", "plot_loss": "false", **options,
     }  # fmt: skip
-    return ["train", *(f"{name}={value}" for name, value in options.items())]
+    return ["train", *(f"{set_images}={value}" for set_images, value in options.items())]
 
 
 def records(folder):
-    """Four records with an image each."""
+    """Return four records with one image each."""
     result = []
     for number in range(4):
         Image.new("RGB", (40, 30), (number * 40, 9, 9)).save(folder / f"{number}.png")
@@ -54,55 +54,59 @@ def records(folder):
     return result
 
 
-def remove(folder, made):
+def remove_image(folder, records):
     (folder / "2.png").unlink()
 
 
-def move(folder, made):
+def move_images(folder, records):
     (folder / "elsewhere").mkdir()
     for number in range(4):
         (folder / f"{number}.png").rename(folder / "elsewhere" / f"{number}.png")
 
 
-def write(content):
-    def change(folder, made):
+def replace_content(content):
+    def change(folder, records):
         (folder / "2.png").write_bytes(content)
 
     return change
 
 
-def cut(folder, made):
+def truncate_image(folder, records):
     pixels = np.random.default_rng(7).integers(0, 256, (200, 300, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / "2.png")
     content = (folder / "2.png").read_bytes()
     (folder / "2.png").write_bytes(content[: len(content) // 2])
 
 
-def name(value):
-    def change(folder, made):
-        made[2]["images"] = value
+def set_images(value):
+    def change(folder, records):
+        records[2]["images"] = value
 
     return change
 
 
 CASES = [
-    (remove, {}, 'record 3 (line 1): images[0] "2.png" was not found. Searched:'),
-    (move, {}, "elsewhere/0.png"),
-    (write(b""), {}, "is empty (0 bytes)"),
-    (write(b"<!DOCTYPE html>"), {}, 'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")'),
-    (cut, {}, '2.png" is truncated'),
-    (cut, {}, 'record 3: images[0] "'),
-    (cut, {"streaming": "true", "max_steps": 2}, 'record 3: images[0] "'),
+    (remove_image, {}, 'record 3 (line 1): images[0] "2.png" was not found. Searched:'),
+    (move_images, {}, "elsewhere/0.png"),
+    (replace_content(b""), {}, "is empty (0 bytes)"),
     (
-        name(["iVBORw0KGgo" + 500 * "A"]),
+        replace_content(b"<!DOCTYPE html>"),
+        {},
+        'record 3 (line 1): images[0] "2.png" is not an image (begins "<!DOCTYPE ht")',
+    ),
+    (truncate_image, {}, '2.png" is truncated'),
+    (truncate_image, {}, 'record 3: images[0] "'),
+    (truncate_image, {"streaming": "true", "max_steps": 2}, 'record 3: images[0] "'),
+    (
+        set_images(["iVBORw0KGgo" + 500 * "A"]),
         {},
         'AAAA..." is base64 without a data URI prefix. Prepend "data:image/jpeg;base64,".',
     ),
-    (name(["0.png", "1.png"]), {}, '2 images and 1 "<image>"'),
-    (name(["http://example.com/a.png"]), {}, "Images are not downloaded during training"),
-    (name([7]), {}, "Received: int"),
-    (name([""]), {}, "images[0] is an empty path"),
-    (name(["data:image/png;base64,iV*"]), {}, "invalid base64"),
+    (set_images(["0.png", "1.png"]), {}, '2 images and 1 "<image>"'),
+    (set_images(["http://example.com/a.png"]), {}, "Images are not downloaded during training"),
+    (set_images([7]), {}, "Received: int"),
+    (set_images([""]), {}, "images[0] is an empty path"),
+    (set_images(["data:image/png;base64,iV*"]), {}, "invalid base64"),
     (None, {"image_max_pixels": 100, "image_min_pixels": 50}, "is smaller than one patch of this model (784)"),
     (None, {"image_max_pixels": 100}, "image_max_pixels (100) is below image_min_pixels (1024)"),
     (None, {"template": "gemma3"}, "template gemma3 uses the placeholder <image_soft_token>, but qwen2_5_vl uses"),
@@ -124,7 +128,7 @@ def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change,
     made = records(tmp_path)
     if change is not None:
         change(tmp_path, made)
-    assert main(run_arguments(model, tmp_path, made, **options)) == 2
+    assert main(command_line(model, tmp_path, made, **options)) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -132,9 +136,9 @@ def test_bad_image_gives_its_error(model, tmp_path, monkeypatch, capsys, change,
 def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypatch, capsys, batch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
-    cut(tmp_path, made)
+    truncate_image(tmp_path, made)
     options = {"on_bad_record": "drop", "max_steps": 4 // batch, "per_device_train_batch_size": batch}
-    assert main(run_arguments(model, tmp_path, made, **options)) == 0
+    assert main(command_line(model, tmp_path, made, **options)) == 0
     assert "Its example is excluded from the step (1 so far, on_bad_record: drop)." in " ".join(
         capsys.readouterr().err.split()
     )
@@ -143,15 +147,15 @@ def test_row_with_damaged_image_is_dropped_on_request(model, tmp_path, monkeypat
 def test_step_without_undamaged_image_does_not_count_in_the_mean_loss(model, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
-    cut(tmp_path, made)
+    truncate_image(tmp_path, made)
     more = {"on_bad_record": "drop", "max_steps": len(made), "per_device_train_batch_size": 1, "logging_steps": 1}
-    assert main(run_arguments(model, tmp_path, made, **more)) == 0
+    assert main(command_line(model, tmp_path, made, **more)) == 0
     losses = [entry["loss"] for entry in history(tmp_path / "out") if "loss" in entry]
     assert losses.count(0) == 1
     mean = json.loads((tmp_path / "out" / "train_results.json").read_text())["train_loss"]
     assert mean == pytest.approx(sum(losses) / (len(losses) - 1), rel=1e-3)
     more = {**more, "output_dir": tmp_path / "together", "logging_steps": len(made)}
-    assert main(run_arguments(model, tmp_path, made, **more)) == 0
+    assert main(command_line(model, tmp_path, made, **more)) == 0
     (together,) = [entry["loss"] for entry in history(tmp_path / "together") if "loss" in entry]
     assert together == pytest.approx(mean, rel=1e-3)
 
@@ -159,15 +163,15 @@ def test_step_without_undamaged_image_does_not_count_in_the_mean_loss(model, tmp
 def test_run_whose_images_are_all_damaged_is_an_error(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     made = records(tmp_path)
-    cut(tmp_path, made)
-    assert main(run_arguments(model, tmp_path, made[2:3], on_bad_record="drop")) == 2
+    truncate_image(tmp_path, made)
+    assert main(command_line(model, tmp_path, made[2:3], on_bad_record="drop")) == 2
     assert "no step had a token to train on" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 def test_missing_pillow_is_reported(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
-    arguments = run_arguments(model, tmp_path, records(tmp_path))
+    arguments = command_line(model, tmp_path, records(tmp_path))
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert main(arguments) == 2
     assert "requires the library 'Pillow'" in capsys.readouterr().err
@@ -179,7 +183,7 @@ def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     without = tmp_path / "without"
     shutil.copytree(model, without, ignore=shutil.ignore_patterns("*processor_config.json"))
-    assert main(run_arguments(without, tmp_path, records(tmp_path))) == 2
+    assert main(command_line(without, tmp_path, records(tmp_path))) == 2
     output = " ".join(capsys.readouterr().err.split())
     assert "record 1: the images of the record cannot be used" in output
     assert "this folder has no preprocessor_config.json" in output
@@ -198,7 +202,7 @@ def test_incompatible_torchvision_is_reported(model, tmp_path):
     (info / "RECORD").write_text("torchvision/__init__.py,,\n")
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(broken)])
     environment = {**os.environ, "PYTHONPATH": path, "BURNISH_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "burnish", *run_arguments(model, tmp_path, records(tmp_path))]
+    command = [sys.executable, "-m", "burnish", *command_line(model, tmp_path, records(tmp_path))]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 2
     assert "torchvision 0.28.0 is not compatible with torch" in result.stderr
@@ -206,10 +210,10 @@ def test_incompatible_torchvision_is_reported(model, tmp_path):
 
 
 def test_images_require_a_version_of_transformers(model, tmp_path, monkeypatch, capsys):
-    """The forward passes of earlier versions do not take encoded images, which looked like a fault of the model."""
+    """Models of earlier versions do not accept encoded images; the error looked like a fault of the model."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("transformers.__version__", "5.17.0")
-    assert main(run_arguments(model, tmp_path, records(tmp_path))) == 2
+    assert main(command_line(model, tmp_path, records(tmp_path))) == 2
     error = capsys.readouterr().err
     assert "Images require transformers 5.18.0 or later. Received: 5.17.0." in error
     assert 'pip install "transformers>=5.18.0"' in error

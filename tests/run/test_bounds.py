@@ -32,16 +32,18 @@ def run_error(capsys: pytest.CaptureFixture[str], *argv: str, command: str = "tr
 
 
 DEEP = "[" * 3000 + "]" * 3000
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
-MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 11))
+YAML_ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
+YAML_MERGES = "b0: &b0 {x: 1}\n" + "".join(
+    f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 11)
+)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         pytest.param(f"{RUN}columns: {DEEP}\n", "nested too deeply", marks=pytest.mark.run),
-        (RUN + LAUGHS, "expands to more than 100,000 values"),
-        (RUN + MERGES, "expands to more than 100,000 values"),
+        (RUN + YAML_ALIASES, "expands to more than 100,000 values"),
+        (RUN + YAML_MERGES, "expands to more than 100,000 values"),
     ],
     ids=["deep", "aliases", "merges"],
 )
@@ -70,7 +72,9 @@ def test_deeply_nested_json_is_rejected(user_folder: Path, capsys: pytest.Captur
     assert "run.json" in read_output(capsys)[1]
 
 
-@pytest.mark.parametrize("text", representative(["user: " + DEEP, LAUGHS], {LAUGHS}), ids=["deep", "aliases"])
+@pytest.mark.parametrize(
+    "text", representative(["user: " + DEEP, YAML_ALIASES], {YAML_ALIASES}), ids=["deep", "aliases"]
+)
 def test_template_file_with_excessive_yaml_aliases_is_rejected(
     text: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,7 +111,7 @@ def test_chat_template_that_exhausts_memory_is_stopped(
 def test_terminal_chat_and_page_stop_looping_chat_template(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loops over what is typed alone, so the model loads."""
+    """The template loops only for typed messages, so the model is loaded."""
     from burnish.serve.page.planner_process import planner
 
     monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
@@ -160,12 +164,12 @@ def test_special_files_are_rejected(
         status = cli.main(["explain", name if argv is None else "run.yaml", *(argv or [])])
     finally:
         faulthandler.cancel_dump_traceback_later()
-    is_link_out = name == "out/launch.json" and kind in ("itself", "nothing")  # it gives way to a file
+    is_link_out = name == "out/launch.json" and kind in ("itself", "nothing")  # only a file may replace it
     assert status == (0 if is_link_out else 2)
     assert "Raised in" not in read_output(capsys)[1]
 
 
-# --- records without end ----------------------------------------------------------------------------------------------
+# --- large records ----------------------------------------------------------------------------------------------------
 
 
 def endless(place: str, size: int) -> str:
@@ -190,7 +194,7 @@ def test_oversized_record_is_rejected_with_file_and_record(
     assert argv == ["streaming=true"] or endless("data/rows.json, record 4", 900) in err
     assert "record 1:" not in err
     assert not Path("out").exists()
-    write("data/rows.json", rows[:1] * 4)  # just within the bound
+    write("data/rows.json", rows[:1] * 4)  # just within the limit
     assert cli.main(["train", "run.yaml", "max_steps=1", *argv]) == 0
 
 
@@ -218,8 +222,8 @@ def test_record_size_limit_counts_all_texts(
 
 @pytest.mark.slow
 def test_record_processing_time_is_linear_in_length() -> None:
-    """A tokenizer that merged within one long word by its square would take 16 times as long for four times the text:
-    between the two is room for a busy machine."""
+    """With a quadratic tokenizer, four times the text would take 16 times as long; the limit in between leaves room for
+    a busy machine."""
     encoder = Encoder(byte_tokenizer())
     for text in ("a", "word ", "\u4e00", "\n"):
         times = []
@@ -258,7 +262,7 @@ def test_linked_checkpoints_are_read_and_only_links_are_removed(user_folder: Pat
     assert files(Path("elsewhere")) == before
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- values and messages ----------------------------------------------------------------------------------------------
 
 
 def test_nul_character_in_a_value_is_rejected(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

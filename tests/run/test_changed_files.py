@@ -48,22 +48,28 @@ def other_weights(folder: str) -> Callable[[], None]:
 
 
 def other_rows(name: str) -> Callable[[], None]:
-    def harm() -> None:
+    def change_file() -> None:
         rows = json.loads(Path(name).read_text(encoding="utf-8"))
         key = "output" if "output" in rows[0] else "chosen"
         rows[0][key] += " stone"
         write(name, rows)
 
-    return harm
+    return change_file
 
 
 @dataclass(frozen=True)
-class Place:
-    """A run whose option names a file: additional command-line arguments, what happens to the file, and the
-    fingerprint."""
+class FileOption:
+    """A run with an option that names a file.
+
+    Args:
+        argv: additional command-line arguments.
+        change_file: changes the file.
+        named: the part of the fingerprint that changes.
+        before: prepares the file.
+    """
 
     argv: list[str]
-    harm: Callable[[], Any]
+    change_file: Callable[[], Any]
     named: str
     before: Callable[[], Any] = field(default=lambda: None)
 
@@ -80,43 +86,44 @@ def encoded(output: str) -> Callable[[], None]:
     return encode
 
 
-DRAWN = ["stage=grpo", "template=chatml", "num_generations=2", "per_device_train_batch_size=2",
+ROLLOUT = ["stage=grpo", "template=chatml", "num_generations=2", "per_device_train_batch_size=2",
          "gradient_accumulation_steps=1", "max_completion_length=4"]  # fmt: skip
 
 
-PLACES = {
-    "reward_funcs": Place(
-        [*DRAWN, "reward_funcs=[mine.py:score]"],
+FILE_OPTIONS = {
+    "reward_funcs": FileOption(
+        [*ROLLOUT, "reward_funcs=[mine.py:score]"],
         lambda: Path("mine.py").write_text(SCORE.replace("1.0", "2.0"), encoding="utf-8"), "reward functions",
         before=lambda: Path("mine.py").write_text(SCORE, encoding="utf-8"),
     ),
-    "reward_model": Place([*DRAWN, "reward_model=reward"], other_weights("reward"), "reward_model"),
-    "reward_model_adapters": Place(
-        [*DRAWN, "reward_model=reward", "reward_model_adapters=adapter"], other_weights("adapter"),
+    "reward_model": FileOption([*ROLLOUT, "reward_model=reward"], other_weights("reward"), "reward_model"),
+    "reward_model_adapters": FileOption(
+        [*ROLLOUT, "reward_model=reward", "reward_model_adapters=adapter"], other_weights("adapter"),
         "reward_model_adapters",
     ),
-    "dataset": Place([], other_rows("data/rows.json"), "data"),
-    "dataset_dir": Place([], lambda: write("data/dataset_info.json", {"rows": {"file_name": "held_out.json"}}), "data"),
-    "eval_dataset": Place(["eval_dataset=held_out", *BEST], other_rows("data/held_out.json"), "eval_data"),
-    "model_name_or_path": Place([], other_weights("model"), "base_model"),
-    "adapter_name_or_path": Place([*LORA, "adapter_name_or_path=adapter"], other_weights("adapter"), "adapters"),
-    "ref_model": Place([*DPO, "ref_model=reference"], other_weights("reference"), "ref_model"),
-    "ref_model_adapters": Place(
+    "dataset": FileOption([], other_rows("data/rows.json"), "data"),
+    "dataset_dir": FileOption([], lambda: write("data/dataset_info.json", {"rows": {"file_name": "held_out.json"}}),
+    "data"),
+    "eval_dataset": FileOption(["eval_dataset=held_out", *BEST], other_rows("data/held_out.json"), "eval_data"),
+    "model_name_or_path": FileOption([], other_weights("model"), "base_model"),
+    "adapter_name_or_path": FileOption([*LORA, "adapter_name_or_path=adapter"], other_weights("adapter"), "adapters"),
+    "ref_model": FileOption([*DPO, "ref_model=reference"], other_weights("reference"), "ref_model"),
+    "ref_model_adapters": FileOption(
         [*DPO, "ref_model=reference", "ref_model_adapters=adapter"], other_weights("adapter"), "ref_model_adapters"
     ),
-    "template": Place(
+    "template": FileOption(
         ["template=mine.jinja"],
         lambda: Path("mine.jinja").write_text(Path("mine.jinja").read_text().replace("user:", "person:")), "template",
     ),
-    "new_special_tokens_config": Place(
+    "new_special_tokens_config": FileOption(
         ["new_special_tokens_config=tokens.json", "init_special_tokens=desc_init"],
         lambda: write("tokens.json", {"<think>": "stone"}), "new_special_tokens_config",
     ),
-    "peft_config": Place(
+    "peft_config": FileOption(
         ["finetuning_type=peft", "peft_config=peft.json"],
         lambda: change("peft.json", lora_alpha=32), "peft_config",
     ),
-    "tokenized_path": Place(["tokenized_path=encoded"], encoded("stone"), "data", before=encoded("river")),
+    "tokenized_path": FileOption(["tokenized_path=encoded"], encoded("stone"), "data", before=encoded("river")),
 }  # fmt: skip
 TEMPLATE = (
     "{% for message in messages %}{{ 'user: ' if message.role == 'user' else 'assistant: ' }}{{ message.content }}\n"
@@ -128,14 +135,14 @@ def test_every_path_option_is_tested_or_declared_harmless() -> None:
     named = {name for name, spec in specs(RunOptions).items() if spec.names_place and not spec.ignored}
     of_groups = {n for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in UNTRACKED_GROUPS for n in specs(g)}
     declared = {name for names in UNTRACKED_OPTIONS.values() for name in names} | of_groups | MAY_CHANGE
-    cached = {"cache_dir", "media_dir"}  # models and images are known by their content, wherever they lie
-    assert named - declared - cached - PLACES.keys() == set()
-    assert PLACES.keys() <= named
+    cached = {"cache_dir", "media_dir"}  # models and images are identified by content, not by location
+    assert named - declared - cached - FILE_OPTIONS.keys() == set()
+    assert FILE_OPTIONS.keys() <= named
 
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with everything that the options of ``PLACES`` name."""
+    """Create a working directory with all files that the options of ``FILE_OPTIONS`` name."""
     folder = tmp_path_factory.mktemp("stage")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -169,14 +176,14 @@ def _other_token(name: str, **changes: Any) -> Callable[[], None]:
 
 
 def _one_number(file: str) -> Callable[[], None]:
-    """Change one number of a weight file in place."""
+    """Return a function that changes one number of a weight file in place."""
 
-    def harm() -> None:
+    def change_file() -> None:
         raw = bytearray(Path(file).read_bytes())
         raw[-3] ^= 1
         Path(file).write_bytes(raw)
 
-    return harm
+    return change_file
 
 
 def _other_value_head() -> None:
@@ -185,7 +192,7 @@ def _other_value_head() -> None:
 
 
 def _package(sign: str) -> Callable[[], None]:
-    """A package of rewards with an absolute and a relative import, outside of the working directory's top."""
+    """Create a package of rewards in a subfolder, with an absolute and a relative import."""
 
     def make() -> None:
         for name, text in {
@@ -201,7 +208,7 @@ def _package(sign: str) -> Callable[[], None]:
 
 
 def _by_name(sign: str) -> Callable[[], None]:
-    """A reward function that imports a module from a folder which only its own code adds to the path."""
+    """Create a reward function that imports a module from a folder that only its code adds to ``sys.path``."""
 
     def make() -> None:
         Path("lib").mkdir(exist_ok=True)
@@ -217,40 +224,42 @@ def _by_name(sign: str) -> Callable[[], None]:
 
 
 WITHIN = {
-    "one number of the weights": Place([], _one_number("model/model.safetensors"), "base_model"),
-    "one number of an adapter": Place(
+    "one number of the weights": FileOption([], _one_number("model/model.safetensors"), "base_model"),
+    "one number of an adapter": FileOption(
         [*LORA, "adapter_name_or_path=adapter"], _one_number("adapter/adapter_model.safetensors"), "adapters"
     ),
-    "the model's config": Place([], _other_config("model", rms_norm_eps=0.1), "config"),
-    "the config of ref_model": Place(
+    "the model's config": FileOption([], _other_config("model", rms_norm_eps=0.1), "config"),
+    "the config of ref_model": FileOption(
         [*DPO, "ref_model=reference"], _other_config("reference", rms_norm_eps=0.1), "ref_model"
     ),
-    "the config of reward_model": Place(
-        [*DRAWN, "reward_model=reward"], _other_config("reward", rms_norm_eps=0.1), "reward_model"
+    "the config of reward_model": FileOption(
+        [*ROLLOUT, "reward_model=reward"], _other_config("reward", rms_norm_eps=0.1), "reward_model"
     ),
-    "the head of reward_model": Place([*DRAWN, "reward_model=reward"], _other_value_head, "reward_model"),
-    "the chat template of reward_model": Place(
-        [*DRAWN, "reward_model=reward"], lambda: write("reward/chat_template.jinja", TEMPLATE.encode()), "reward_model"
+    "the head of reward_model": FileOption([*ROLLOUT, "reward_model=reward"], _other_value_head, "reward_model"),
+    "the chat template of reward_model": FileOption(
+        [*ROLLOUT, "reward_model=reward"], lambda: write("reward/chat_template.jinja", TEMPLATE.encode()),
+        "reward_model"
     ),
-    "the tokenizer's EOS": Place(["template=mine.jinja"], _other_token("model", eos_token="<pad>"), "tokenizer"),
-    "the model's chat template": Place(
+    "the tokenizer's EOS": FileOption(["template=mine.jinja"], _other_token("model", eos_token="<pad>"), "tokenizer"),
+    "the model's chat template": FileOption(
         [], lambda: write("model/chat_template.jinja", TEMPLATE.replace("user:", "person:").encode()), "template",
         before=lambda: write("model/chat_template.jinja", TEMPLATE.encode()),
     ),
-    "a file that a reward function imports": Place(
-        [*DRAWN, "reward_funcs=[scorers.entry.score]"], _package("2.0"), "reward functions", before=_package("1.0")
+    "a file that a reward function imports": FileOption(
+        [*ROLLOUT, "reward_funcs=[scorers.entry.score]"], _package("2.0"), "reward functions", before=_package("1.0")
     ),
-    "a module that a reward function imports by its name": Place(
-        [*DRAWN, "reward_funcs=[mine.py:score]"], _by_name("2.0"), "reward functions", before=_by_name("1.0")
+    "a module that a reward function imports by its name": FileOption(
+        [*ROLLOUT, "reward_funcs=[mine.py:score]"], _by_name("2.0"), "reward functions", before=_by_name("1.0")
     ),
-    "the columns of dataset_info": Place(
+    "the columns of dataset_info": FileOption(
         [], lambda: change("data/dataset_info.json", rows={
             "file_name": "rows.json", "columns": {"prompt": "output", "response": "instruction"}}), "data",
     ),
-    "the tags of dataset_info": Place(
+    "the tags of dataset_info": FileOption(
         [], lambda: change("data/dataset_info.json", rows={"file_name": "rows.json", "num_samples": 11}), "data"
     ),
-    "the last record of a streamed file": Place(["streaming=true"], lambda: _last_output("data/rows.json"), "data"),
+    "the last record of a streamed file": FileOption(["streaming=true"], lambda: _last_output("data/rows.json"),
+    "data"),
 }  # fmt: skip
 
 
@@ -261,35 +270,36 @@ def _last_output(name: str) -> None:
 
 
 @pytest.fixture
-def own_stage(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of ``stage`` as the working directory, with its own cache."""
+def stage_copy(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy ``stage`` to a new working directory with a new cache."""
     shutil.copytree(stage, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.usefixtures("own_stage")
+@pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize("part", representative_slow(WITHIN, 4))
 def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
     place.before()
     argv = ["train", "run.yaml", "plot_loss=false", *place.argv]
     assert cli.main([*argv, "max_steps=2"]) == 0
-    place.harm()
+    place.change_file()
     read_output(capsys)
     assert cli.main([*argv, "max_steps=4"]) == 2
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
-@pytest.mark.usefixtures("own_stage")
+@pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize(
-    "option", representative_slow(PLACES, ("reward_funcs", "dataset", "model_name_or_path", "ref_model", "template"))
+    "option",
+    representative_slow(FILE_OPTIONS, ("reward_funcs", "dataset", "model_name_or_path", "ref_model", "template")),
 )
 def test_run_with_changed_file_content_is_not_resumed(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = PLACES[option]
+    place = FILE_OPTIONS[option]
     place.before()
     argv = ["train", "run.yaml", *place.argv]
     if option == "tokenized_path":
@@ -298,7 +308,7 @@ def test_run_with_changed_file_content_is_not_resumed(
     assert cli.main([*argv, "max_steps=2"]) == 0
     unharmed = tmp_path / "unharmed"
     shutil.copytree(tmp_path, unharmed, ignore=shutil.ignore_patterns("unharmed", "cache"))
-    place.harm()
+    place.change_file()
     read_output(capsys)
     before = sorted((path, path.stat().st_mtime_ns) for path in Path("out").rglob("*"))
     assert cli.main([*argv, "max_steps=4"]) == 2
@@ -318,7 +328,7 @@ def test_eval_dataset_may_change_if_it_does_not_affect_results(
     assert cli.main([*argv, "max_steps=2"]) == 0
     other_rows("data/held_out.json")()
     read_output(capsys)
-    assert cli.main([*argv, "max_steps=2"]) == 2  # a finished run is not evaluated again
+    assert cli.main([*argv, "max_steps=2"]) == 2  # a finished run is not evaluated twice
     assert "eval_data has changed" in read_output(capsys)[1]
     assert cli.main([*argv, "max_steps=4"]) == 0
     assert "eval_data has changed since checkpoint-2." in read_output(capsys)[0]
@@ -335,7 +345,7 @@ def test_any_changed_byte_of_a_large_file_changes_its_fingerprint(
     with file.open("r+b") as opened:
         opened.seek(int(at * 70 * 2**20) // 8 * 8 + 5)
         opened.write(b"x")
-    os.utime(file, ns=(times, times))  # as copying tools set them
+    os.utime(file, ns=(times, times))  # modification times as set by copying tools
     assert place_fingerprint(str(file)) != before
 
 

@@ -1,6 +1,4 @@
-"""Each option is changed between two halves of a run: the run ends in the same bits, reports the change, or is
-rejected.
-"""
+"""Each option is changed in the middle of a run: the resumed run is bitwise equal, reports the change, or fails."""
 
 import json
 import os
@@ -27,7 +25,7 @@ from option_effects import OPTION_EFFECTS
 
 DECLARED = [name for names in UNTRACKED_OPTIONS.values() for name in names]
 OF_GROUPS = [name for g in (*GROUPS, *MEMBER_GROUPS) if g.__name__ in UNTRACKED_GROUPS for name in specs(g)]
-NOT_OF_A_RESUME = {
+NOT_RESUMED = {
     "overwrite_output_dir", "resume", "resume_from_checkpoint", "output_dir", "do_train", "do_eval", "do_predict",
     *(name for name, row in OPTION_EFFECTS.items() if row.beside.keys() & {"do_predict", "do_eval"}),
 }  # fmt: skip
@@ -49,7 +47,7 @@ def test_each_option_is_stored_or_fingerprinted_or_declared_harmless() -> None:
 
 @pytest.fixture(scope="module")
 def halfway(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed after step 2 of 4, and beside it (``whole``) the one that was not."""
+    """Create a run that was killed after step 2 of 4 (``out``), and an uninterrupted one (``whole``)."""
     from bad_inputs import make_folder
 
     folder = tmp_path_factory.mktemp("halfway")
@@ -95,18 +93,18 @@ def value_of(name: str) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
-HARMLESS_SEEN = sorted(({*DECLARED, *OF_GROUPS} & OPTION_EFFECTS.keys()) - NOT_OF_A_RESUME)
-OTHERS_SEEN = sorted(OPTION_EFFECTS.keys() - {*DECLARED, *OF_GROUPS} - NOT_OF_A_RESUME)
+HARMLESS_OPTIONS = sorted(({*DECLARED, *OF_GROUPS} & OPTION_EFFECTS.keys()) - NOT_RESUMED)
+OTHER_OPTIONS = sorted(OPTION_EFFECTS.keys() - {*DECLARED, *OF_GROUPS} - NOT_RESUMED)
 
 
-def draw(names: list[str], count: int) -> list[str]:
+def sample(names: list[str], count: int) -> list[str]:
     seed = int(os.environ.get("BURNISH_SEED", "0"))
     return sorted(random.Random(seed).sample(names, min(count, len(names))))
 
 
 @pytest.mark.sample(3)
 @pytest.mark.run
-@pytest.mark.parametrize("name", draw(HARMLESS_SEEN, 8))
+@pytest.mark.parametrize("name", sample(HARMLESS_OPTIONS, 8))
 def test_option_declared_harmless_does_not_change_results(
     name: str, half: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +112,7 @@ def test_option_declared_harmless_does_not_change_results(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*HARMLESS_SEEN, *OTHERS_SEEN])
+@pytest.mark.parametrize("name", [*HARMLESS_OPTIONS, *OTHER_OPTIONS])
 def test_changed_option_has_no_effect_or_is_reported(name: str, half: Path, capsys: pytest.CaptureFixture[str]) -> None:
     beside = [
         f"{key}={json.dumps(v) if isinstance(v, list | dict) else v}" for key, v in OPTION_EFFECTS[name].beside.items()
@@ -190,12 +188,12 @@ def test_model_only_checkpoints_are_not_resumed_as_complete(half: Path, capsys: 
     assert 'out/checkpoint-4: this checkpoint has no "optimizer"' in read_output(capsys)[1]
 
 
-# --- a finished run, and an unfinished one, of other hyperparameters --------------------------------------------------
+# --- finished and unfinished runs with other hyperparameters ----------------------------------------------------------
 
 
 @pytest.fixture
 def finished(halfway: Path, half: Path) -> Path:
-    """The folder of the run that has trained its 4 steps."""
+    """Return the folder of the run that has trained all 4 steps."""
     shutil.rmtree("out")
     shutil.copytree("whole", "out")
     return half

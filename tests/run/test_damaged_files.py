@@ -26,16 +26,16 @@ DAMAGE: dict[str, bytes | None] = {
     "no text": b"\xff\xfe\x00{", "deep": b"[" * 100_000, "an empty object": b"{}",
     "a long number": b'{"a": ' + b"9" * 5000 + b"}",
 }  # fmt: skip
-OF_A_MODEL = (
+MODEL_FILES = (
     "model/config.json", "model/generation_config.json", "model/tokenizer.json", "model/tokenizer_config.json",
     "model/model.safetensors",
 )  # fmt: skip
-OF_A_RUN = (
+RUN_FILES = (
     "out/.finished.json", "out/trainer_state.json", "out/all_results.json", "out/train_results.json",
     "out/checkpoint-4/manifest.json", "out/checkpoint-4/trainer_state.json", "out/checkpoint-4/optimizer.json",
     "out/trainer_log.jsonl",
 )  # fmt: skip
-OF_AN_ADAPTER = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
+ADAPTER_FILES = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors")
 
 
 def damage(path: str, kind: str) -> None:
@@ -45,7 +45,7 @@ def damage(path: str, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with its checkpoints, and an adapter."""
+    """Create a run of four steps with its checkpoints, and an adapter."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -76,7 +76,7 @@ def run_or_report_error(argv: list[str], capsys: pytest.CaptureFixture[str], nam
 
 
 @pytest.mark.parametrize("kind", ["empty", "cut", "a list", "deep", "an empty object"])
-@pytest.mark.parametrize("name", OF_A_MODEL)
+@pytest.mark.parametrize("name", MODEL_FILES)
 def test_damaged_model_file_is_rejected_or_harmless(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,11 +87,11 @@ def test_damaged_model_file_is_rejected_or_harmless(
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", representative_slow(["deep", "a list", "empty"], 1))
-@pytest.mark.parametrize("name", OF_A_RUN)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_damaged_file_of_earlier_run_does_not_prevent_resume(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished run is found finished, or is gone on from a checkpoint that is whole, to more steps as well."""
+    """A finished run is recognized as finished, or resumed from an intact checkpoint, also with more steps."""
     damage(name, kind)
     assert run_or_report_error(["train", "run.yaml", "max_steps=4"], capsys, name) == 0
     assert run_or_report_error(["train", "run.yaml", "max_steps=5"], capsys, name) == 0
@@ -99,7 +99,7 @@ def test_damaged_file_of_earlier_run_does_not_prevent_resume(
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("name", OF_AN_ADAPTER)
+@pytest.mark.parametrize("name", ADAPTER_FILES)
 def test_damaged_adapter_file_is_rejected_or_harmless(
     name: str, kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +110,7 @@ def test_damaged_adapter_file_is_rejected_or_harmless(
 
 @pytest.mark.parametrize("command", ["explain", "chat"])
 def test_unknown_tokenizer_component_is_rejected(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The library raises an exception of no kind."""
+    """The library raises a plain ``Exception``."""
     file = Path("model/tokenizer.json")
     file.write_text(file.read_text(encoding="utf-8").replace('"ByteLevel"', '"BytLevel"'), encoding="utf-8")
     argv = {"explain": ["run.yaml", "output_dir=new"], "chat": ["model", "template=chatml", "--once", "Hello"]}
@@ -197,13 +197,13 @@ def test_adapter_with_nan_is_rejected_before_training(tmp_path, capsys):
     assert not list((tmp_path / "two").glob("*.safetensors"))
 
 
-IN_THE_WAY: dict[str, Any] = {
+OBSTACLES: dict[str, Any] = {
     "a link to itself": lambda path: os.symlink(path.name, path), "a folder": Path.mkdir, "a pipe": os.mkfifo,
 }  # fmt: skip
 
 
 @pytest.mark.sample(7)
-@pytest.mark.parametrize("kind", IN_THE_WAY)
+@pytest.mark.parametrize("kind", OBSTACLES)
 @pytest.mark.parametrize(
     "name",
     ["out/trainer_state.json", "out/all_results.json", "out/model.safetensors", "out/tokenizer.json", "out/.lock",
@@ -214,7 +214,7 @@ def test_obstacle_in_place_of_a_run_file_is_reported(
 ) -> None:
     result = next((here / "cache" / "rows").glob("*/rows.arrow")) if name == "rows" else here / name
     result.unlink(missing_ok=True)
-    IN_THE_WAY[kind](result)
+    OBSTACLES[kind](result)
     faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
     try:
         status = cli.main(["train", "run.yaml", "max_steps=6"])

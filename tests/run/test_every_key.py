@@ -32,7 +32,7 @@ pytestmark = pytest.mark.run
 
 @cache
 def sources_of(name: str) -> dict[str, str]:
-    """The tests of a file: name -> its source, with the source of the tables and functions of the file it names."""
+    """Return the tests of a file: name -> source, including the tables and functions of the file that the test uses."""
     folder, _, file = name.rpartition("/")
     text = (Path(__file__).parents[1] / folder / f"test_{file}.py").read_text(encoding="utf-8")
     lines, sources = text.splitlines(), {}
@@ -76,7 +76,7 @@ TIMES = re.compile("runtime|per_second|flos|time")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """A folder with two models and some small data sets."""
+    """Create a folder with two models and some small datasets."""
     folder = tmp_path_factory.mktemp("every_key")
     make_model(folder / "model")
     make_model(folder / "other", seed=1)
@@ -101,34 +101,34 @@ def workspace(tmp_path_factory):
 
 
 class Outcome(dict[str, Any]):
-    """The parts of one run, as far as they were made."""
+    """The compared parts of one run, as far as it was executed."""
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[str, Outcome]:
-    """Runs that several rows compare with."""
+def run_cache() -> dict[str, Outcome]:
+    """Cache of runs that several cases compare with."""
     return {}
 
 
 @pytest.fixture
-def outcome(workspace, known, tmp_path, monkeypatch, capfd):
-    """Options over ``BASE`` -> the parts of that run, up to the one that is wanted."""
+def outcome(workspace, run_cache, tmp_path, monkeypatch, capfd):
+    """Return a function: part, overrides of ``BASE`` -> the parts of that run, up to the requested one."""
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("BURNISH_CACHE", str(workspace / "cache"))
 
-    def look(part: str, run_options: dict[str, Any]) -> Outcome:
+    def run_parts(part: str, run_options: dict[str, Any]) -> Outcome:
         depth = next(d for d, parts in enumerate(PARTS) if part in parts)
         key = f"{depth} {json.dumps(run_options, sort_keys=True)}"
-        if key not in known:
+        if key not in run_cache:
             capfd.readouterr()
-            here = {**BASE, **run_options}
-            folder = tmp_path / str(len(known))
-            here["output_dir"] = str(folder / here["output_dir"])
-            known[key] = looked_at(here, depth, folder / "out", monkeypatch)
-            known[key]["said"] = "".join(capfd.readouterr())
-        return known[key]
+            overrides = {**BASE, **run_options}
+            folder = tmp_path / str(len(run_cache))
+            overrides["output_dir"] = str(folder / overrides["output_dir"])
+            run_cache[key] = execute(overrides, depth, folder / "out", monkeypatch)
+            run_cache[key]["said"] = "".join(capfd.readouterr())
+        return run_cache[key]
 
-    return look
+    return run_parts
 
 
 PARTS = (
@@ -136,42 +136,46 @@ PARTS = (
     {"batch", "order", "cuts", "eval batches", "optimizer", "shapes", "dtypes", "generation", "determinism"},
     {"weights", "moved", "log", "rates", "files", "answers", "said"},
 )
-"""Facts that are known once a run is prepared, assembled, and at its end."""
+"""Values that are known after a run is prepared, after it is assembled, and at its end."""
 
 
-def looked_at(run_options: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """The parts of a run; where it is refused, the reason alone."""
+def execute(run_options: dict[str, Any], depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    """Return the parts of a run, or only the error message if it is rejected."""
     try:
-        made = plan({name: RawValue(value, "here") for name, value in run_options.items()})
+        planned = plan({name: RawValue(value, "here") for name, value in run_options.items()})
         if depth < 2:
-            prepared = prepare(made)
-            result = of_rows(prepared)
-            return result if depth == 0 else result | of_parts(assembled(made, prepared), made.options, prepared)
-        return of_a_whole_run(made, folder, monkeypatch)
+            prepared = prepare(planned)
+            result = prepared_parts(prepared)
+            return (
+                result
+                if depth == 0
+                else result | assembled_parts(assembled(planned, prepared), planned.options, prepared)
+            )
+        return finished_parts(planned, folder, monkeypatch)
     except UserError as error:
         return Outcome(refused=str(error))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def assembled(made, prepared):
-    return build.build_loop(made, prepared, create_parallel(made.options), None)
+def assembled(planned, prepared):
+    return build.build_loop(planned, prepared, create_parallel(planned.options), None)
 
 
-def of_rows(prepared):
+def prepared_parts(prepared):
     rows = [row for row in (prepared.rows[n] for n in range(len(prepared.rows))) if row]
     return Outcome(
         refused="",
         rows=[(list(row["input_ids"]), list(row["labels"])) for row in rows],
         learned=[label for row in rows for label in row["labels"] if label != -100],
-        evaluated={name: [list(row["input_ids"]) for row in some] for name, some in prepared.eval_rows.items()},
+        evaluated={name: [list(row["input_ids"]) for row in eval_set] for name, eval_set in prepared.eval_rows.items()},
         steps=prepared.steps.max_steps,
         config=prepared.config.to_dict(),
         tokenizer=list(prepared.tokenizer.get_added_vocab()),
     )
 
 
-def of_parts(run, options, prepared):
+def assembled_parts(run, options, prepared):
     model, stream = run.parts["model"].held.model, run.loader
     order = stream.order(0)
     groups = [order[start : start + stream.cut.rows_per_step] for start in (0, stream.cut.rows_per_step)]
@@ -193,7 +197,7 @@ def of_parts(run, options, prepared):
     )  # fmt: skip
 
 
-def of_a_whole_run(made, folder, monkeypatch):
+def finished_parts(planned, folder, monkeypatch):
     outcomes = []
 
     def keep(*args):
@@ -204,9 +208,9 @@ def of_a_whole_run(made, folder, monkeypatch):
     build_loop = build.build_loop
     with monkeypatch.context() as patch:
         patch.setattr(build, "build_loop", keep)
-        build.train_run(made)
+        build.train_run(planned)
     ((run, before),) = outcomes
-    after = run.parts["model"].state_dict() if made.options.do_train is not False else {}
+    after = run.parts["model"].state_dict() if planned.options.do_train is not False else {}
     log = [{k: v for k, v in entry.items() if not TIMES.search(k)} for entry in run.state.log_history]
     answers = folder / "generated_predictions.jsonl"
     return Outcome(

@@ -1,5 +1,6 @@
-"""Runs of GLM-4.1V and GLM-4.6V with images and videos (lists of frames): their rows are those of transformers'
-processors, and two steps do not depend on how rows are batched."""
+"""Runs of GLM-4.1V and GLM-4.6V with images and videos (lists of frames): rows equal those of transformers' processors,
+and steps do not depend on batching.
+"""
 
 import json
 from itertools import chain
@@ -21,7 +22,7 @@ IMAGES = {"one": ["p9_48x72.png"], "two": ["p7_64x48.png", "p3_200x90.png"], "no
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
-    """Models, a set with the videos of each golden case, and one with images and videos."""
+    """Create models, a dataset with the videos of each golden case, and one with images and videos."""
     folder = tmp_path_factory.mktemp("glm")
     for family in GLM:
         save_model(folder, family)
@@ -40,25 +41,25 @@ def workspace(tmp_path_factory):
 
 
 def record_of(frames, images):
-    asked = "<image>" * len(images) + "<video>" * bool(frames) + "What?"
-    turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": "A shape."}]
+    question = "<image>" * len(images) + "<video>" * bool(frames) + "What?"
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "A shape."}]
     return {"conversations": turns, "images": images, **({"videos": [frames]} if frames else {})}
 
 
 def row_of(workspace, family, dataset, **options):
-    made = {
+    overrides = {
         "model_name_or_path": str(workspace / family), "template": GLM[family], "stage": "sft",
         "finetuning_type": "lora", "dataset_dir": str(workspace / "data"), "media_dir": str(workspace / "data"),
         "dataset": str(workspace / "data" / f"{dataset}.json"), "cutoff_len": 512, "max_steps": 1, "use_cpu": True,
         "output_dir": str(workspace / "unused"), "plot_loss": False, "report_to": "none", "image_min_pixels": 1,
         "video_min_pixels": 1, "image_max_pixels": 10**7, "video_max_pixels": 10**7, "enable_thinking": None, **options,
     }  # fmt: skip
-    prepared = prepare(plan({name: RawValue(value, "test") for name, value in made.items()}))
+    prepared = prepare(plan({name: RawValue(value, "test") for name, value in overrides.items()}))
     return prepared.rows[0], prepared.family, prepared.tokenizer
 
 
-def as_in_template(ids, tokenizer):
-    """A row of the processor as the template has it: with an empty reasoning block, and the stop word at its end."""
+def with_template_tokens(ids, tokenizer):
+    """Return the processor's row with an empty reasoning block and the stop token, as in the template."""
     start, stop = (tokenizer.convert_tokens_to_ids(word) for word in ("<|assistant|>", "<|user|>"))
     block = tokenizer.encode("<think>\n\n</think>\n\n", add_special_tokens=False)
     after = ids.index(start) + 1
@@ -68,7 +69,7 @@ def as_in_template(ids, tokenizer):
 @pytest.mark.parametrize("gold", GOLD, ids=lambda case: f"{case['family']}-{case['case']}")
 def test_rows_with_videos_are_those_of_transformers(workspace, gold):
     row, family, tokenizer = row_of(workspace, gold["family"], gold["case"], video_fps=gold["fps"])
-    assert list(row["input_ids"]) == as_in_template(gold["input_ids"], tokenizer)
+    assert list(row["input_ids"]) == with_template_tokens(gold["input_ids"], tokenizer)
     assert [list(family.video_grid(video)) for video in images_of(row) if video.frames] == gold["video_grid_thw"]
     learned = [token for token in row["labels"] if token >= 0]
     assert tokenizer.decode(learned) == "\nA shape.<|user|>"
@@ -85,12 +86,12 @@ def test_rows_with_images_are_those_of_transformers(workspace, name, images):
         placeholders = int(grid.prod()) // processor.merge_size**2
         text += f"<|begin_of_image|>{'<|image|>' * placeholders}<|end_of_image|>"
     expected = tokenizer.encode(f"{text}What?<|assistant|>\nA shape.", add_special_tokens=False)
-    assert list(row["input_ids"]) == as_in_template(expected, tokenizer)
+    assert list(row["input_ids"]) == with_template_tokens(expected, tokenizer)
 
 
 @pytest.mark.parametrize("name", GLM)
 def test_two_steps_do_not_depend_on_batching(workspace, monkeypatch, name):
-    """Flat, padded, and one row at a time."""
+    """Batches are flat, padded, or single rows."""
     num_rows = []
 
     def recorded(self, rows, own=RowCollator.__call__):

@@ -1,6 +1,6 @@
 """Models and datasets from hubs, through the hubs' own clients, with a local server.
 
-The clients read their address when they are imported, so a run is a process of its own.
+The clients read their address at import, so each run is a new process.
 """
 
 import json
@@ -31,7 +31,7 @@ def repositories(tmp_path_factory):
 
 
 def run(folder, environment, command="train", **overrides):
-    """A run of one step over the hub's model and data set: exit status and what was printed."""
+    """Train one step with the hub's model and dataset. Return exit status and output."""
     options = {
         "model_name_or_path": "private/model", "dataset": "org/rows", "dataset_dir": "ONLINE", "cutoff_len": 128,
         "finetuning_type": "lora", "lora_rank": 2, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True,
@@ -42,8 +42,8 @@ def run(folder, environment, command="train", **overrides):
     environment = {**clean, "HF_HOME": str(folder / "cache"), "MODELSCOPE_CACHE": str(folder / "ms"),
                    "BURNISH_CACHE": str(folder / "rows"), "no_proxy": "127.0.0.1", **environment}  # fmt: skip
     argv = [sys.executable, "-m", "burnish", command, *as_arguments(options)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=300)
+    return process.returncode, process.stdout + process.stderr
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_failed_download_is_reported_with_its_reason(
 
 @pytest.mark.parametrize("token", [TOKEN, ""])
 def test_token_of_the_environment_is_used(tmp_path, monkeypatch, repositories, token):
-    """The Hub's library reads it, too."""
+    """huggingface_hub reads it as well."""
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
     with (
@@ -93,7 +93,7 @@ def test_token_of_the_environment_is_used(tmp_path, monkeypatch, repositories, t
 
 
 def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatch, repositories):
-    """``explain`` fetches the config; the run after it fetches the rest, and the next one finds the whole folder."""
+    """``explain`` downloads the config, the next run downloads the rest, and the one after it finds all files."""
     snapshot = tmp_path / "models--private--model" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (tmp_path / "models--private--model" / "refs").mkdir()
@@ -119,7 +119,7 @@ def test_modelscope_model_is_downloaded_and_then_cached(tmp_path, repositories):
         scope = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_ENDPOINT": address, "MODELSCOPE_DOMAIN": address}
         code, message = run(tmp_path, scope, "explain", ms_hub_token=TOKEN, **options)
         assert code == 0, message
-        assert not list((tmp_path / "ms").rglob("*.safetensors"))  # to say what will happen needs no weights
+        assert not list((tmp_path / "ms").rglob("*.safetensors"))  # planning needs no weights
         code, message = run(tmp_path, scope, ms_hub_token=TOKEN, **options)
         assert code == 0, message
         assert any("/api/v1/models/private/model" in path for path in requested)

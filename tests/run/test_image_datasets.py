@@ -25,7 +25,7 @@ def workspace(tmp_path_factory):
 
 
 def record(form, number, answers):
-    """A record with one image, and the columns of its answers. Args: answers: column -> text, or a verdict."""
+    """Return a record with one image. Args: answers: column -> response, or KTO label."""
     images = [f"media/{NAMES[number]}"]
     if form == "alpaca":
         return {"instruction": "<image>What is it?", "input": "", "images": images, **answers}

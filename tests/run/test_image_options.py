@@ -28,7 +28,7 @@ def workspace(tmp_path_factory):
 
 
 def lengths(workspace, family="qwen2_5_vl", **changes):
-    """Tokens of each row; None for a record that gives none."""
+    """Return the number of tokens of each row; None for a dropped record."""
     options = {
         "model_name_or_path": str(workspace / family), "template": TEMPLATES[family], "stage": "sft",
         "finetuning_type": "lora", "dataset_dir": str(workspace / "data"), "dataset": "answers", "cutoff_len": 512,
@@ -36,7 +36,7 @@ def lengths(workspace, family="qwen2_5_vl", **changes):
         "report_to": "none", **changes,
     }  # fmt: skip
     prepared = prepare(plan({name: RawValue(value, "test") for name, value in options.items()}))
-    return [len(prepared.rows[at]["input_ids"]) for at in range(len(prepared.rows))]
+    return [len(prepared.rows[index]["input_ids"]) for index in range(len(prepared.rows))]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_pixel_limits_change_number_of_image_tokens(workspace, name, value, is_l
 
 
 @pytest.fixture(scope="module")
-def films(workspace):
-    """A set with a video of three frames, and an image."""
+def videos(workspace):
+    """Create a dataset with a video of three frames, and an image."""
     model, processor = image_models().build("qwen3_vl")
     model.save_pretrained(workspace / "qwen3_vl")
     image_models().save_processor(processor, workspace / "qwen3_vl")
@@ -64,16 +64,16 @@ def films(workspace):
 @pytest.mark.parametrize(
     ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
 )
-def test_video_options_change_rows(workspace, films, name, value):
-    assert lengths(workspace, "qwen3_vl", **films, **{name: value}) != lengths(workspace, "qwen3_vl", **films)
+def test_video_options_change_rows(workspace, videos, name, value):
+    assert lengths(workspace, "qwen3_vl", **videos, **{name: value}) != lengths(workspace, "qwen3_vl", **videos)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_run_with_videos_trains_and_explains_them(workspace, films, family, capsys):
+def test_run_with_videos_trains_and_explains_them(workspace, videos, family, capsys):
     run = workspace / f"films_{family}.yaml"
     lines = [
         f"model_name_or_path: {workspace / family}", f"template: {TEMPLATES[family]}", "stage: sft",
-        "finetuning_type: lora", f"dataset: {films['dataset']}", f"output_dir: {workspace / 'films' / family}",
+        "finetuning_type: lora", f"dataset: {videos['dataset']}", f"output_dir: {workspace / 'films' / family}",
         "max_steps: 2", "logging_steps: 1", "report_to: none", "use_cpu: true", "per_device_train_batch_size: 2",
     ]  # fmt: skip
     run.write_text("\n".join(lines))
@@ -84,9 +84,9 @@ def test_run_with_videos_trains_and_explains_them(workspace, films, family, caps
     assert all(0 < entry["loss"] < 20 for entry in history(workspace / "films" / family) if "loss" in entry)
 
 
-def test_model_without_video_support_rejects_them_by_record(workspace, films):
+def test_model_without_video_support_rejects_them_by_record(workspace, videos):
     with pytest.raises(UserError, match=r"(?s)record 1.*contains a video .videos.0.., but llava models can be trained"):
-        lengths(workspace, "llava", **films)
+        lengths(workspace, "llava", **videos)
 
 
 def test_contradictory_pixel_limits_are_rejected(workspace):
@@ -98,7 +98,7 @@ def test_long_record_loses_text_or_its_images_are_downscaled(workspace):
     options = {"cutoff_len": 52, "image_min_pixels": 40000, "image_max_pixels": 90000}
     assert lengths(workspace, image_fit="keep", **options)[0] == 52
     assert lengths(workspace, image_fit="shrink", **options)[0] < 52
-    assert len(lengths(workspace, **{**options, "cutoff_len": 36})) < 4  # no image is cut, so rows are dropped
+    assert len(lengths(workspace, **{**options, "cutoff_len": 36})) < 4  # images are not truncated, so rows are dropped
 
 
 def test_images_are_searched_in_media_dir(workspace, tmp_path):
@@ -155,7 +155,7 @@ def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path)
     assert losses[0] == losses[1] == losses[2]
     (folder,) = (tmp_path / "preprocessed").iterdir()
     for file in folder.iterdir():
-        file.write_bytes(file.read_bytes()[:-9])  # cut off
+        file.write_bytes(file.read_bytes()[:-9])  # truncated
     runs.append(train(workspace, "damaged", image_cache="disk", **options))
     assert recorded
     assert [entry["loss"] for entry in history(runs[-1]) if "loss" in entry] == losses[0]
@@ -176,12 +176,12 @@ def test_full_image_cache_on_disk_writes_no_more(tmp_path):
 def test_image_memory_limit_is_respected(workspace, monkeypatch):
     recorded = []
 
-    class Recorded(ahead.ImagePrefetcher):
+    class RecordingPrefetcher(ahead.ImagePrefetcher):
         def __init__(self, prepare, images, threads, ahead_bytes, cache_bytes, num_frames):
             recorded.append((ahead_bytes, cache_bytes))
             super().__init__(prepare, images, threads, ahead_bytes, cache_bytes, num_frames)
 
-    monkeypatch.setattr(batches, "ImagePrefetcher", Recorded)
+    monkeypatch.setattr(batches, "ImagePrefetcher", RecordingPrefetcher)
     from image_runs import train
 
     train(workspace, "bounded", finetuning_type="lora", max_steps=1, image_ahead_mb=3, image_cache_mb=5)

@@ -1,4 +1,4 @@
-"""Image runs on two processes, one with batches without images, end in the weights of one process."""
+"""Image runs on two processes, one of which has batches without images, give the weights of one process."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folders in which one process and two have left what they trained."""
+    """Create the runs of one process and of two."""
     folder = tmp_path_factory.mktemp("ranks")
     model, processor = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")

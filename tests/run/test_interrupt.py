@@ -14,8 +14,8 @@ from regression_run import make_run, same, weights, without_times
 pytestmark = pytest.mark.run
 
 
-class Kill(TrainerCallback):
-    """Sends this process a signal while a step (or an evaluation) runs."""
+class SendSignals(TrainerCallback):
+    """Sends signals to this process during a step or an evaluation."""
 
     def __init__(self, step, *numbers, event="on_optimizer_step"):
         self.step, self.numbers, self.event = step, numbers, event
@@ -47,7 +47,7 @@ def interrupted(folder, kill, **options):
 @pytest.mark.parametrize("number", [n for n in SIGNALS if n not in KEEP_RUNNING], ids=lambda number: number.name)
 def test_signal_ends_step_saves_checkpoint_and_sets_exit_status(tmp_path, capfd, number):
     before = [signal.getsignal(each) for each in SIGNALS]
-    run, interrupt = interrupted(tmp_path, Kill(5, number), save_strategy="no")
+    run, interrupt = interrupted(tmp_path, SendSignals(5, number), save_strategy="no")
     assert run.state.global_step == 5
     assert [path.name for path in run.checkpoints.all()] == ["checkpoint-5"]
     assert interrupt.exit_code == 128 + number
@@ -58,7 +58,7 @@ def test_signal_ends_step_saves_checkpoint_and_sets_exit_status(tmp_path, capfd,
 @pytest.mark.parametrize("number", KEEP_RUNNING, ids=lambda number: number.name)
 @pytest.mark.parametrize("twice", [False, True])
 def test_sigusr1_and_a_closed_terminal_save_a_checkpoint_and_training_continues(tmp_path, capsys, number, twice):
-    run, interrupt = interrupted(tmp_path, Kill(5, *[number] * (1 + twice)), save_strategy="no")
+    run, interrupt = interrupted(tmp_path, SendSignals(5, *[number] * (1 + twice)), save_strategy="no")
     assert run.state.global_step == run.state.max_steps
     assert (tmp_path / "checkpoint-5").is_dir()
     assert interrupt.exit_code is None
@@ -95,7 +95,7 @@ def test_interrupted_run_resumes_to_same_weights_and_log(tmp_path, variant):
     step, options = VARIANTS[variant]
     whole, _ = make_run(tmp_path / "whole", **options)
     whole.train()
-    interrupted(tmp_path / "cut", Kill(step, signal.SIGTERM), **options)
+    interrupted(tmp_path / "cut", SendSignals(step, signal.SIGTERM), **options)
     second, _ = make_run(tmp_path / "cut", **options)
     load(tmp_path / "cut" / f"checkpoint-{step}", second.parts)
     second.train()
@@ -105,7 +105,7 @@ def test_interrupted_run_resumes_to_same_weights_and_log(tmp_path, variant):
 
 @pytest.mark.parametrize("max_steps", [-1, 17])
 def test_checkpoint_saved_before_the_end_of_an_epoch_resumes_to_the_same_log(tmp_path, max_steps):
-    """Also the one of the last step, after which only the log and the evaluation of the epoch are left."""
+    """Also after the last step, when only the log and the evaluation of the epoch are left."""
     options = {"eval_rows": 5, "eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "steps",
                "save_steps": 11, "num_train_epochs": 2, "max_steps": max_steps}  # fmt: skip
     whole, _ = make_run(tmp_path, **options)
@@ -135,7 +135,7 @@ def test_finished_epoch_is_not_finished_again(tmp_path):
 
 
 def test_signal_during_evaluation_does_not_wait_for_another_step(tmp_path):
-    kill = Kill(3, signal.SIGTERM, event="on_prediction_step")
+    kill = SendSignals(3, signal.SIGTERM, event="on_prediction_step")
     run, interrupt = interrupted(tmp_path, kill, eval_rows=5, eval_strategy="steps", eval_steps=3, save_strategy="no")
     assert run.state.global_step == 3
     assert interrupt.exit_code == 143
@@ -145,7 +145,7 @@ def test_signal_during_evaluation_does_not_wait_for_another_step(tmp_path):
 def test_second_ctrl_c_stops_immediately_and_handlers_are_restored(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(tmp_path, Kill(5, signal.SIGINT, signal.SIGINT), save_strategy="no")
+        interrupted(tmp_path, SendSignals(5, signal.SIGINT, signal.SIGINT), save_strategy="no")
     assert not list(tmp_path.glob("checkpoint-*"))
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -164,22 +164,24 @@ def test_signal_without_a_running_step_ends_the_run_immediately(tmp_path, number
 
 
 def test_repeated_signals_of_a_scheduler_are_ignored(tmp_path):
-    run, interrupt = interrupted(tmp_path, Kill(5, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), save_strategy="no")
+    run, interrupt = interrupted(
+        tmp_path, SendSignals(5, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), save_strategy="no"
+    )
     assert interrupt.exit_code == 143
     assert run.state.global_step == 5
 
 
 def test_signal_in_last_step_does_not_count_as_interruption(tmp_path):
-    run, interrupt = interrupted(tmp_path, Kill(22, signal.SIGTERM), save_strategy="no")
+    run, interrupt = interrupted(tmp_path, SendSignals(22, signal.SIGTERM), save_strategy="no")
     assert run.state.global_step == run.state.max_steps == 22
     assert interrupt.exit_code is None
 
 
 def test_signal_ignored_by_parent_process_stays_ignored(tmp_path):
-    """nohup sets SIGHUP so."""
+    """nohup ignores SIGHUP in this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        run, interrupt = interrupted(tmp_path, Kill(5, signal.SIGHUP), save_strategy="no")
+        run, interrupt = interrupted(tmp_path, SendSignals(5, signal.SIGHUP), save_strategy="no")
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -202,7 +204,7 @@ def test_interrupt_in_another_thread_installs_no_handlers():
 
 
 def test_processes_stop_at_the_same_step(tmp_path):
-    """This one has received nothing; another one has, at step 7."""
+    """Another process receives a signal at step 7; this one does not."""
     answers = iter(range(1, 100))
     interrupt = InterruptCallback(agree=lambda mine: mine or next(answers) >= 7)
     run, _ = make_run(tmp_path, [interrupt], save_strategy="no")

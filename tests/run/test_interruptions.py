@@ -19,18 +19,18 @@ from representative import representative_slow
 
 pytestmark = pytest.mark.run
 
-WORDS = ["train", "run.yaml"]
+TRAIN = ["train", "run.yaml"]
 
 
-def at_step(number: int, does: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_step(number: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Loop.step
 
-    def take(run: Any, *arguments: Any) -> None:
+    def run_step(run: Any, *arguments: Any) -> None:
         if run.state.global_step == number:
-            does()
+            action()
         step(run, *arguments)
 
-    monkeypatch.setattr(Loop, "step", take)
+    monkeypatch.setattr(Loop, "step", run_step)
 
 
 def weights(folder: str) -> bytes:
@@ -42,7 +42,7 @@ def weights(folder: str) -> bytes:
 def test_failed_save_is_reported_once_and_retried(
     number: int, background: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli.main([*WORDS, "output_dir=alone"]) == 0
+    assert cli.main([*TRAIN, "output_dir=alone"]) == 0
     write_part = checkpoint._write_part
 
     def fails(folder: Path, *arguments: Any) -> None:
@@ -52,7 +52,7 @@ def test_failed_save_is_reported_once_and_retried(
 
     monkeypatch.setattr(checkpoint, "_write_part", fails)
     read_output(capsys)
-    assert cli.main([*WORDS, f"save_in_background={background}"]) == 3
+    assert cli.main([*TRAIN, f"save_in_background={background}"]) == 3
     out, err = read_output(capsys)
     assert err.count("could not be saved") == 1
     assert f"out/checkpoint-4 could not be saved: {os.strerror(number).lower()}. out/checkpoint-2 is complete." in err
@@ -65,7 +65,7 @@ def test_failed_save_is_reported_once_and_retried(
 
 def test_deleted_folder_is_created_again(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_step(5, lambda: shutil.rmtree("out"), monkeypatch)
-    assert cli.main([*WORDS, "save_in_background=false"]) in (0, 3)
+    assert cli.main([*TRAIN, "save_in_background=false"]) in (0, 3)
     assert not integrity_errors(Path("out/checkpoint-8"))
     assert Path("out/model.safetensors").is_file()
 
@@ -75,7 +75,7 @@ def test_obstacle_in_place_of_deleted_folder_is_reported(
     put: Any, user_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_step(5, lambda: (shutil.rmtree("out"), put()), monkeypatch)
-    assert cli.main([*WORDS, "save_in_background=false"]) == 1
+    assert cli.main([*TRAIN, "save_in_background=false"]) == 1
     err = read_output(capsys)[1]
     assert 'error: "out" cannot be written or read: file exists.' in err
     assert "Raised in" not in err
@@ -85,32 +85,32 @@ def killed(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_run_that_early_stopping_ended_stays_ended_after_a_kill(
+def test_early_stopped_run_is_not_continued_after_a_kill(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the checkpoint of the last step and before the model was written."""
+    """The run is killed after the checkpoint of the last step, before the model is written."""
     stopping = ["val_size=0.25", "eval_strategy=steps", "eval_steps=2", "save_steps=2", "load_best_model_at_end=true",
                 "early_stopping_steps=1", "early_stopping_threshold=100"]  # fmt: skip
-    assert cli.main([*WORDS, *stopping, "output_dir=alone"]) == 0
+    assert cli.main([*TRAIN, *stopping, "output_dir=alone"]) == 0
     assert "Stopped after step 4 of 8" in read_output(capsys)[0]
     with monkeypatch.context() as patched:
         patched.setattr(Loop, "finish_epoch", killed)
-        assert cli.main([*WORDS, *stopping]) == 130
+        assert cli.main([*TRAIN, *stopping]) == 130
     assert not Path("out/model.safetensors").exists()
-    assert cli.main([*WORDS, *stopping]) == 0
+    assert cli.main([*TRAIN, *stopping]) == 0
     assert "Stopped after step 4 of 8" in read_output(capsys)[0]
     assert weights("out") == weights("alone")
-    assert cli.main([*WORDS, *stopping]) == 0
+    assert cli.main([*TRAIN, *stopping]) == 0
     assert "To train further, increase early_stopping_steps." in read_output(capsys)[0]
-    assert cli.main([*WORDS, *stopping, "max_steps=10"]) == 2
+    assert cli.main([*TRAIN, *stopping, "max_steps=10"]) == 2
     assert "early stopping ended this run at step 4, so more steps have no effect" in read_output(capsys)[1]
-    assert cli.main([*WORDS, *stopping, "early_stopping_steps=2"]) == 0
+    assert cli.main([*TRAIN, *stopping, "early_stopping_steps=2"]) == 0
     assert "Stopped after step 6 of 8" in read_output(capsys)[0]
-    assert cli.main([*WORDS, *stopping, "early_stopping_steps=3", "max_steps=10"]) == 0
+    assert cli.main([*TRAIN, *stopping, "early_stopping_steps=3", "max_steps=10"]) == 0
     assert "Stopped after step 8 of 10" in read_output(capsys)[0]
 
 
-def test_run_that_another_callback_ended_trains_further(
+def test_run_stopped_by_another_callback_trains_further(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -121,14 +121,14 @@ def test_run_that_another_callback_ended_trains_further(
             handle(loop)
 
         patched.setattr(Loop, "handle_control", stop)
-        assert cli.main(WORDS) == 0
+        assert cli.main(TRAIN) == 0
     assert "Stopped after step 4 of 8" in read_output(capsys)[0]
-    assert cli.main([*WORDS, "max_steps=10"]) == 0
+    assert cli.main([*TRAIN, "max_steps=10"]) == 0
     assert "step 10/10" in read_output(capsys)[0]
 
 
-def mounted(folder: Path, size: str) -> bool:
-    """A small file system of memory, where this user may mount one."""
+def mount_tmpfs(folder: Path, size: str) -> bool:
+    """Mount a small tmpfs. Return whether this user may do that."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     return (
@@ -137,11 +137,11 @@ def mounted(folder: Path, size: str) -> bool:
 
 
 def test_full_disk_does_not_end_training(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not mounted(Path("small"), "3m"):
+    if not mount_tmpfs(Path("small"), "3m"):
         pytest.skip("a file system cannot be mounted here")
     try:
         filler = Path("small/filler")
-        argv = [*WORDS, "output_dir=small/out", "save_in_background=false"]
+        argv = [*TRAIN, "output_dir=small/out", "save_in_background=false"]
         with pytest.MonkeyPatch.context() as patch:
             at_step(3, lambda: filler.write_bytes(b"x" * _free("small")), patch)
             patch_back = Loop.step
@@ -171,13 +171,13 @@ def test_scheduler_notice_saves_a_checkpoint_and_run_continues(
     user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch)
-    assert cli.main([*WORDS, "save_strategy=no"]) == 0
+    assert cli.main([*TRAIN, "save_strategy=no"]) == 0
     assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-3"]
     assert not integrity_errors(Path("out/checkpoint-3"))
 
 
 def test_run_stops_with_a_checkpoint_at_its_time_limit(user_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [*WORDS, "save_strategy=no"]
+    argv = [*TRAIN, "save_strategy=no"]
     assert cli.main([*argv, "output_dir=alone"]) == 0
     assert cli.main([*argv, "max_train_seconds=0.000001"]) == 124
     assert "max_train_seconds 1e-06: stopping after this step" in read_output(capfd)[1]

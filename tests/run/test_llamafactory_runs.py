@@ -28,7 +28,7 @@ FILES = {
     "README.md", "all_results.json", "chat_template.jinja", "config.json", "eval_results.json",
     "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "train_results.json",
     "trainer_log.jsonl", "trainer_state.json", "training_eval_loss.png", "training_loss.png",
-    # and burnish's own
+    # and those that only burnish writes
     "run.log", "run.yaml", "launch.json", "events.jsonl", "outcome.json",
 }  # fmt: skip
 RESULTS = {
@@ -43,7 +43,7 @@ LOG_ROW = {
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """The current folder: a model in bfloat16 whose end token is not the template's, and a thousand records."""
+    """Create the working folder: a bfloat16 model whose end token differs from the template's, and 1000 records."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     make_model(Path("models/Qwen2-0.5B"), end="<|endoftext|>", dtype="bfloat16")
@@ -66,12 +66,12 @@ def workspace(tmp_path, monkeypatch):
 
 
 def as_mapping(argv):
-    """The command line as a YAML file would hold it."""
+    """Return the command line as the content of a YAML file."""
     return {name.removeprefix("--"): value for name, value in zip(argv[::2], argv[1::2], strict=True)}
 
 
-def left_behind(steps, checkpoints, evaluations):
-    """Holds the folder of the walk-through to the files and keys that its author found."""
+def assert_outputs(steps, checkpoints, evaluations):
+    """Check the files and keys of the output folder against those of LLaMA-Factory."""
     assert {path.name for path in OUT.iterdir() if path.is_file() and not path.name.startswith(".")} == FILES
     assert sorted(int(path.name.split("-")[1]) for path in OUT.glob("checkpoint-*")) == checkpoints
     state = TrainerState.load_from_json(str(OUT / "trainer_state.json"))
@@ -97,7 +97,7 @@ def test_walk_through_command_runs_unchanged(workspace):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "burnish.train", *WALK_THROUGH.split()]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
-    left_behind(171, [100, 171], [100, 171])
+    assert_outputs(171, [100, 171], [100, 171])
     assert (OUT / "README.md").read_text().count("alpaca_zh")
 
 
@@ -113,10 +113,10 @@ def test_walk_through_on_60_rows_runs_in_every_config_format(workspace, written_
         argv = [f"run.{written_as}"]
         Path(argv[0]).write_text(yaml.safe_dump(options) if written_as == "yaml" else json.dumps(options))
     assert main(["train", *argv]) == 0
-    left_behind(12, [10, 12], [10, 12])
+    assert_outputs(12, [10, 12], [10, 12])
 
 
-# --- files of the usual kinds -----------------------------------------------------------------------------------------
+# --- config files -----------------------------------------------------------------------------------------------------
 
 COMMON = """
 model_name_or_path: models/Qwen2-0.5B
@@ -187,7 +187,7 @@ KINDS = {
 
 
 def written(text, name="run.yaml"):
-    """A file in which a later key takes the place of an earlier one."""
+    """Write a config file; later keys override earlier ones."""
     Path(name).write_text(yaml.safe_dump(yaml.safe_load(COMMON) | yaml.safe_load(text)))
     return name
 
@@ -217,7 +217,7 @@ OFF = {"neftune_noise_alpha": "0", "quantization_method": "hqq", "flash_attn": "
 
 @pytest.mark.slow
 def test_options_set_to_off_train_like_none(workspace):
-    """A value that turns an option off; and preferences that this machine, or the run, has no use for."""
+    """Options are set to values that turn them off, or that have no effect on this machine or in this run."""
     assert main(["train", written(SFT + LORA + "bf16: true\nmax_steps: 3\noutput_dir: saves/none\n")]) == 0
     off = "".join(f"{name}: {value}\n" for name, value in OFF.items())
     assert main(["explain", written(SFT + LORA + "bf16: true\nmax_steps: 3\noutput_dir: saves/off\n" + off)]) == 0
@@ -332,7 +332,7 @@ def test_unsupported_option_is_rejected_with_an_alternative(workspace, capsys, n
 
 
 def test_every_llamafactory_argument_is_known_or_rejected_by_name():
-    """Names: LLaMA-Factory 0.7.1 to 0.9.5, hparams; those that are derived there and cannot be given are left out."""
+    """The names are those of LLaMA-Factory 0.7.1 to 0.9.5 (hparams), without derived ones that cannot be set."""
     peers = json.loads((SOURCE.parent / "scripts" / "peer_options.json").read_text())
     names = [name for tool, keys in peers.items() if tool.startswith("LLaMA-Factory") for name in keys]
     assert {"ray_run_name", "reserved_label_len"} <= set(names)

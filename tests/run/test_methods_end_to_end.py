@@ -23,7 +23,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains under the options; gives the model as it is in memory at the end, and the folder."""
+    """Return a function that trains and returns the model in memory at the end, and the folder."""
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
     overrides = make_workspace(tmp_path, save_strategy="no", max_steps=2, learning_rate=1e-2)
     models = []
@@ -53,12 +53,12 @@ def linear(config, inv_freq):
     return inv_freq / 2
 
 
-def stretched(kind):
-    """Frequencies that transformers computes of the config for this kind of scaling."""
+def scaled_frequencies(kind):
+    """Return a function that computes the frequencies of this kind of scaling with transformers."""
     return lambda config, inv_freq: ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=config.max_position_embeddings)[0]
 
 
-ROPE = {"linear": linear, "yarn": stretched("yarn"), "llama3": stretched("llama3")}
+ROPE = {"linear": linear, "yarn": scaled_frequencies("yarn"), "llama3": scaled_frequencies("llama3")}
 
 
 @pytest.mark.parametrize("kind", representative_slow(ROPE, 1))
@@ -78,7 +78,7 @@ def test_dynamic_rope_scales_with_input_length(train):
     model, folder = train(rope_scaling="dynamic", cutoff_len=512)
     rope = model.model.rotary_emb
     plain = initial_model(folder).model.rotary_emb.inv_freq
-    torch.testing.assert_close(rope.inv_freq, plain)  # the rows were short
+    torch.testing.assert_close(rope.inv_freq, plain)  # the rows are short
     rope(torch.zeros(1, 1, 8), torch.arange(512)[None])
     # base * (factor * length / context - (factor - 1)) ** (d / (d - 2)) with d = 8, as transformers has it
     base = 10_000 * (2 * 512 / 256 - 1) ** (8 / 6)
@@ -91,11 +91,11 @@ def formats(model, part):
     return {parameter.dtype for name, parameter in model.named_parameters() if part(name)}
 
 
-def of_norms(name):
+def norm_dtypes(name):
     return "norm" in name
 
 
-def of_the_rest(name):
+def other_dtypes(name):
     return "norm" not in name
 
 
@@ -112,8 +112,8 @@ def of_the_rest(name):
 def test_weights_are_kept_in_requested_dtype(train, options, norms, rest):
     model, folder = train(**options)
     base = [name for name in dict(model.named_parameters()) if "lora_" not in name]
-    assert formats(model, lambda name: name in base and of_norms(name)) == {norms}
-    assert formats(model, lambda name: name in base and of_the_rest(name)) == {rest}
+    assert formats(model, lambda name: name in base and norm_dtypes(name)) == {norms}
+    assert formats(model, lambda name: name in base and other_dtypes(name)) == {rest}
     assert (folder / "train_results.json").is_file()
 
 
@@ -265,7 +265,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_whose_layers_differ_trains_and_predicts(tmp_path, family):
-    """The heads of Gemma 4 have two sizes, and the norms of Mamba 2 have a gate."""
+    """Gemma 4 has two head sizes, and the norms of Mamba 2 have a gate."""
     options = make_workspace(tmp_path, max_steps=1, save_strategy="no", val_size=2)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
     (tmp_path / "model" / "model.safetensors").unlink()

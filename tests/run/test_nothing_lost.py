@@ -1,4 +1,4 @@
-"""No data loss: initial files, results of earlier runs, and trained but unsaved weights."""
+"""No data loss: input files, results of earlier runs, and trained but unsaved weights."""
 
 import builtins
 import io
@@ -33,13 +33,13 @@ AGAIN = "overwrite_output_dir=true"
 
 
 def trained(*argv: str) -> dict[str, bytes]:
-    """The files of a finished run in ``out``."""
+    """Train and return the files in ``out``."""
     assert cli.main(["train", "run.yaml", *argv]) == 0
     return contents()
 
 
 JOURNAL = {"run.log", "launch.json", "run.yaml", "events.jsonl", "outcome.json"}
-"""Files that each launch writes anew."""
+"""Files that each launch rewrites."""
 
 
 def contents(folder: str = "out") -> dict[str, bytes]:
@@ -219,11 +219,11 @@ def test_earlier_files_survive_a_kill_followed_by_a_failure(
     before = {"config.json": "old", "model.safetensors": "old", "tokenizer.json": "old"}
     for name, text in before.items():
         (tmp_path / name).write_text(text)
-    rename, made = Path.rename, []
+    rename, renamed = Path.rename, []
 
     def killed(path: Path, target: Path) -> Path:
-        made.append(target)
-        if len(made) == calls:
+        renamed.append(target)
+        if len(renamed) == calls:
             raise KeyboardInterrupt
         return rename(path, target)
 
@@ -236,7 +236,7 @@ def test_earlier_files_survive_a_kill_followed_by_a_failure(
     with monkeypatch.context() as patched, suppress(KeyboardInterrupt, RuntimeError):
         patched.setattr(Path, "rename", killed)
         attempt(RuntimeError)
-    is_replaced = not fails and len(made) < calls
+    is_replaced = not fails and len(renamed) < calls
     with suppress(MemoryError):
         attempt(MemoryError)
     expected = {"model.safetensors": "new"} if is_replaced else before
@@ -274,18 +274,18 @@ def test_finished_run_without_model_and_checkpoints_is_reported(
     assert "overwrite_output_dir: true" in err
 
 
-def unanswered(*args: Any, **kwargs: Any) -> None:
-    """Ask a port that nobody listens at, by the client that the hub's library uses."""
+def request_to_closed_port(*args: Any, **kwargs: Any) -> None:
+    """Send a request to a closed port with the client of huggingface_hub."""
     import_module(HfHubHTTPError.__bases__[0].__module__.partition(".")[0]).get("http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "nobody answers"])
+@pytest.mark.parametrize("is_offline", [True, False], ids=["offline", "no server"])
 def test_failed_upload_after_export_reports_the_export_folder(
     is_offline: bool, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if not is_offline:
-        monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
+        monkeypatch.setattr("huggingface_hub.HfApi.create_repo", request_to_closed_port)
     argv = ["model_name_or_path=model", "template=chatml", "export_dir=whole", "export_hub_model_id=me/model"]
     assert cli.main(["export", *argv]) == 1
     out, err = read_output(capsys)
@@ -402,7 +402,7 @@ def test_full_disk_during_gguf_export_is_reported_and_leaves_no_partial_file(
     gguf = pytest.importorskip("gguf")
     argv = ["export", "model_name_or_path=model", "template=chatml", "export_dir=whole", "export_format=gguf"]
 
-    def cut(writer: object) -> None:  # numpy's words, which hold no number of the system's
+    def cut(writer: object) -> None:  # numpy's message, which has no errno
         raise OSError("1536 requested and 8 written")
 
     with monkeypatch.context() as patched:
@@ -423,19 +423,19 @@ REPORTS = ["train_results.json", "all_results.json", "eval_results.json", "train
 
 
 @contextmanager
-def no_room_for(name: str) -> Iterator[list[str]]:
-    """Let every attempt fail to write a file of ``name`` into ``out``; yields the names of all that are written."""
+def full_disk_for(name: str) -> Iterator[list[str]]:
+    """Let every write of the file ``name`` in ``out`` fail. Yields the names of all written files."""
     written: list[str] = []
-    there = io.open
+    original_open = io.open
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        place = Path(file).absolute() if isinstance(file, str | Path) else None
-        if place is None or place.parent.name != "out" or not set(mode) & set("wax"):
-            return there(file, mode, *args, **kwargs)
-        written.append(place.name.removesuffix(".incomplete"))
+        path = Path(file).absolute() if isinstance(file, str | Path) else None
+        if path is None or path.parent.name != "out" or not set(mode) & set("wax"):
+            return original_open(file, mode, *args, **kwargs)
+        written.append(path.name.removesuffix(".incomplete"))
         if name in (written[-1], written[-1].removeprefix(".")):
             raise OSError(ENOSPC, "No space left on device")
-        return there(file, mode, *args, **kwargs)
+        return original_open(file, mode, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(builtins, "open", opened)
@@ -449,7 +449,7 @@ def test_full_disk_during_a_report_loses_only_that_report(
     name: str, saves: str, user_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["train", "run.yaml", "max_steps=1", "val_size=0.2", "eval_strategy=steps", f"save_strategy={saves}"]
-    with no_room_for(name) as written:
+    with full_disk_for(name) as written:
         assert cli.main([*argv, "plot_loss=true"]) == 1
     others = {one if one in REPORTS else one.removeprefix(".") for one in written}
     assert set(REPORTS) - others <= {".finished.json"}
@@ -466,7 +466,7 @@ def test_full_disk_during_a_report_loses_only_that_report(
 def test_restarted_run_resumes_from_its_own_config_file(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``burnish train out/run.yaml``, as the page's Continue does."""
+    """``burnish train out/run.yaml``, as started by Continue in the web UI."""
     step = Loop.step
 
     def take(run: Any, *arguments: Any) -> None:

@@ -20,7 +20,7 @@ from small_run import WALK_THROUGH
 
 
 def raw_options(tmp_path: Path, **values: object) -> dict[str, RawValue]:
-    """A run that is right, with ``values`` over it, line by line."""
+    """Return the options of a valid run, with ``values`` overriding or adding options."""
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": str(tmp_path / "out"), **values}
     return {name: RawValue(value, f"run.yaml, line {line}") for line, (name, value) in enumerate(values.items(), 1)}
 

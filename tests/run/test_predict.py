@@ -140,7 +140,7 @@ def test_batched_responses_match_single_prompts(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 6])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_responses_do_not_depend_on_batch_size_or_cache(size, cache, tmp_path):
-    # In float32: in 16 bits padding rounds sums otherwise, and two tokens that are nearly as likely may change places.
+    # float32, because with 16 bits padding changes rounding, and two nearly equally likely tokens may swap.
     made, prepared, run = run_of(
         tmp_path, predict_with_generate=True, cache_implementation=cache, per_device_eval_batch_size=size
     )
@@ -176,7 +176,7 @@ def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         answer_all(run, questions, config, made.options, partial)
     with partial.open("a") as file:
-        file.write('{"index": 3, "id')  # cut while it was written
+        file.write('{"index": 3, "id')  # truncated while it was written
     assert answer_all(run, questions, config, made.options, partial) == whole
     assert num_requests == [6, 4]
     assert len(lines(partial)) == 1 + 6  # kept until the responses are in another file
@@ -278,7 +278,7 @@ def test_static_cache_supports_keys_and_values_of_different_dtypes(tmp_path, num
         config = generation_config(model, prepared.tokenizer, stops, options)
         answers[cache] = answer_all(run, questions, config, options)
     assert any(answers["static"])
-    # Not all of them: two tokens may be nearly as likely, and keys are rounded to 16 bits in one of the two.
+    # Not all: two tokens may be nearly equally likely, and keys are rounded to 16 bits in one of the runs.
     same = [a == b for a, b in zip(answers["static"], answers["dynamic"], strict=True)]
     assert sum(same) >= len(same) / 2
 
@@ -326,7 +326,7 @@ def test_options_reach_generation(tmp_path):
     assert (config.temperature, config.top_p, config.top_k, config.do_sample) == (0.5, 0.9, 7, True)
     assert (config.max_new_tokens, config.max_length, config.repetition_penalty) == (None, 99, 1.2)
     assert config.eos_token_id == [2, 5]
-    assert model.generation_config.eos_token_id != [2, 5]  # the model's own stays as it is
+    assert model.generation_config.eos_token_id != [2, 5]  # the model's config is unchanged
 
 
 def test_last_response_of_a_conversation_is_generated(tmp_path):
@@ -340,17 +340,17 @@ def test_last_response_of_a_conversation_is_generated(tmp_path):
 
 
 def test_reference_does_not_depend_on_cutoff_len():
-    """Also that of a prompt which is longer, and of a response which would be cut off in training."""
-    tokenizer, found = byte_tokenizer(), []
+    """Neither for longer prompts nor for responses that would be truncated in training."""
+    tokenizer, prompts = byte_tokenizer(), []
     for cutoff_len in (2000, 200):
         template = load_template(template_options(template="qwen3", cutoff_len=cutoff_len), tokenizer)
         configure_tokenizer(template, tokenizer)
-        for asked, answered in (("word " * 60, "c"), ("q", "word " * 60)):
-            example = Example(messages=(Message("user", asked), Message("assistant", answered)))
+        for prompt, response in (("word " * 60, "c"), ("q", "word " * 60)):
+            example = Example(messages=(Message("user", prompt), Message("assistant", response)))
             (question,) = questions_of([example], template, template.stop_token_ids())
-            assert tokenizer.decode(question.label) == f"<think>\n\n</think>\n\n{answered}"
-            found.append(question.prompt)
-    assert found[:2] == found[2:]
+            assert tokenizer.decode(question.label) == f"<think>\n\n</think>\n\n{response}"
+            prompts.append(question.prompt)
+    assert prompts[:2] == prompts[2:]
 
 
 @pytest.mark.parametrize("train_on_prompt", [False, True])
@@ -392,7 +392,7 @@ def test_rouge_counts_unigrams_bigrams_and_longest_sequences():
     pytest.importorskip("jieba")
     pytest.importorskip("rouge_chinese")
     result = METRICS["rouge"](["red green blue", ""], ["red green stone", "x"])
-    # Of three words two are shared, of two pairs one, and the longest sequence has two; the second answer is empty.
+    # Two of three words, one of two bigrams, and a longest sequence of two are shared; the second response is empty.
     assert result == pytest.approx({"rouge-1": 100 / 3, "rouge-2": 25, "rouge-l": 100 / 3}, abs=0.1)
 
 

@@ -34,7 +34,7 @@ def examples(count, first=0):
 
 
 class Encoder:
-    """Row n has n % 5 + 1 tokens; every seventh example gives none. Remembers the sizes of the batches it was given."""
+    """Encodes example n as n % 5 + 1 tokens and drops every seventh example; records the batch sizes."""
 
     def __init__(self):
         self.batches = []

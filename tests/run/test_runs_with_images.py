@@ -126,10 +126,10 @@ def test_resumed_run_is_bitwise_equal(workspace):
 
 
 def tower_calls(monkeypatch, workspace, out, **options):
-    """Return the losses of a run, and how often the vision tower ran."""
-    calls, made = [], features.image_features
+    """Train, and return the output folder and the number of calls of the vision tower."""
+    calls, original = [], features.image_features
     with monkeypatch.context() as patched:
-        patched.setattr(features, "image_features", lambda *arguments: calls.append(1) or made(*arguments))
+        patched.setattr(features, "image_features", lambda *arguments: calls.append(1) or original(*arguments))
         folder = train(workspace, out, **options)
     return folder, len(calls)
 

@@ -23,20 +23,20 @@ from trainer_run import losses, make_trainer, points, same, weights
 
 pytestmark = pytest.mark.run
 
-ODD = 9  # the record, from 0, whose answer holds the only "~" of the set
+BAD_RECORD = 9  # index of the only record with "~" in its response
 
 
 @pytest.fixture
 def user(tmp_path):
-    """The options of a run, four rows to a step and two epochs of six steps."""
+    """Return the options of a run with two epochs of six steps of four rows."""
     options = make_workspace(tmp_path, save_steps=2, logging_steps=1)
     rows = records(24)
-    rows[ODD]["output"] = "~"
+    rows[BAD_RECORD]["output"] = "~"
     (tmp_path / "data.json").write_text(json.dumps(rows))
     return options
 
 
-def spoil(monkeypatch, run_options, factor, only_once=False):
+def scale_loss(monkeypatch, run_options, factor, only_once=False):
     """Multiply the loss of the odd row by ``factor``."""
     tokenizer = AutoTokenizer.from_pretrained(run_options["model_name_or_path"])
     (odd,) = tokenizer("~", add_special_tokens=False)["input_ids"]
@@ -52,9 +52,9 @@ def spoil(monkeypatch, run_options, factor, only_once=False):
     monkeypatch.setattr(LmObjective, "loss", loss)
 
 
-def rows_of_odd_step(seed=42):
+def rows_of_bad_step(seed=42):
     order = order_of(24, seed, 0)
-    begin = order.index(ODD) // 4 * 4
+    begin = order.index(BAD_RECORD) // 4 * 4
     return order[begin : begin + 4], begin // 4 + 1
 
 
@@ -66,22 +66,22 @@ def run(run_options):
     "more", [{}, {"packing": True, "cutoff_len": 64}, {"streaming": True, "max_steps": 6}], ids=str
 )
 def test_non_finite_step_names_its_records(user, monkeypatch, capsys, more):
-    spoil(monkeypatch, user, float("nan"))
+    scale_loss(monkeypatch, user, float("nan"))
     assert run({**user, **more}) == 1
     output = re.sub(r"\s+", " ", capsys.readouterr().err)
     assert "is not finite (loss nan" in output
-    assert f"{user['dataset']}, record {ODD + 1}" in output.split("Examples: ")[1]
+    assert f"{user['dataset']}, record {BAD_RECORD + 1}" in output.split("Examples: ")[1]
     if not more:
-        rows, step = rows_of_odd_step()
+        rows, step = rows_of_bad_step()
         assert f"The loss of step {step} is not finite" in output
         assert all(f"record {row + 1}" in output for row in rows)
 
 
 def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeypatch, capsys):
-    rows, step = rows_of_odd_step()
-    assert step > 2  # there is a checkpoint to go back to
+    rows, step = rows_of_bad_step()
+    assert step > 2  # there is a checkpoint to roll back to
     with monkeypatch.context() as patch:
-        spoil(patch, user, float("nan"))
+        scale_loss(patch, user, float("nan"))
         assert run({**user, "on_spike": "rollback"}) == 0
     reported = capsys.readouterr().err
     assert f"The loss or gradient of step {step} was not finite" in reported
@@ -107,22 +107,22 @@ def test_rolled_back_run_equals_run_without_skipped_rows(user, tmp_path, monkeyp
 
 
 def test_large_gradient_norm_is_a_spike(user, monkeypatch, capsys):
-    spoil(monkeypatch, user, 1e4, only_once=True)
+    scale_loss(monkeypatch, user, 1e4, only_once=True)
     monkeypatch.setattr("burnish.loop.spikes._MIN_HISTORY", 2)
     assert run({**user, "on_spike": "rollback", "spike_ratio": 50}) == 0
     assert re.search(r"The gradient of step \d+ was [\d.e+]+ times the usual norm", capsys.readouterr().err)
 
 
 def test_rollback_requires_a_checkpoint(user, monkeypatch, capsys):
-    spoil(monkeypatch, user, float("inf"))
+    scale_loss(monkeypatch, user, float("inf"))
     assert run({**user, "on_spike": "rollback", "save_strategy": "no"}) == 1
     assert "There is no checkpoint to roll back to. Reduce save_steps." in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 @pytest.mark.slow
 def test_resumed_run_still_skips_excluded_rows(user, tmp_path, monkeypatch):
-    options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}  # the earlier name of the value
-    spoil(monkeypatch, user, float("nan"))
+    options = {**user, "on_spike": "go_back", "lr_scheduler_type": "constant"}  # the earlier name of the option value
+    scale_loss(monkeypatch, user, float("nan"))
     assert run({**options, "max_steps": 12}) == 0
     assert run({**options, "max_steps": 12, "output_dir": str(tmp_path / "two")}) == 0
     assert run({**options, "max_steps": 8, "output_dir": str(tmp_path / "three")}) == 0

@@ -246,7 +246,7 @@ def test_signal_saves_checkpoint_and_same_command_resumes(tmp_path):
     assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
-def test_dataset_without_learned_tokens_is_rejected_before_writing(tmp_path, capsys):
+def test_dataset_without_trained_tokens_is_rejected_before_writing(tmp_path, capsys):
     options = make_workspace(tmp_path)
     empty = [{"instruction": "Add", "input": "", "output": ""}] * 5
     (tmp_path / "data.json").write_text(json.dumps(empty))
@@ -338,7 +338,9 @@ def test_first_log_numbers_match_run_and_explain(options, tmp_path, capsys, monk
     assert f"{first[1]} step" in next(line for line in explained.splitlines() if " total " in line and "step" in line)
     size, *factors = map(int, batch.groups())
     assert size == math.prod(factors)
-    assert max(rows_of_steps) == size or state["max_steps"] == 1 or "packing" in options  # examples, not packs
+    assert (
+        max(rows_of_steps) == size or state["max_steps"] == 1 or "packing" in options
+    )  # the number of examples, not of packs
     assert f"effective batch size {size}" in explained
     per_epoch = math.ceil(int(first[3]) / size)
     assert float(first[2]) == pytest.approx(state["max_steps"] / per_epoch, abs=0.006)

@@ -1,4 +1,4 @@
-"""Complete runs of two processes end in the weights of one, for every kind of row."""
+"""Complete runs of two processes give the weights of one, for every kind of row."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, request):
-    """Folders in which one process and two, which share a gloo group, have left what they trained."""
+    """Create the runs of one process and of two in a gloo group."""
     kinds = collected_values(request, "kind")
     folder = tmp_path_factory.mktemp("ranks")
     options = make_workspace(folder, max_steps=6, save_strategy="no")
@@ -51,7 +51,7 @@ def train(options):
 
 
 def logged(path):
-    """The values of each log that do not depend on time."""
+    """Return the logged values that do not depend on time."""
     timed = ("runtime", "second", "waiting")
     return [{k: v for k, v in log.items() if not any(name in k for name in timed)} for log in history(path)]
 
@@ -69,8 +69,8 @@ def test_log_after_a_resume_between_two_logs_counts_each_rank_once(tmp_path):
     assert logged(tmp_path / "resumed") == logged(tmp_path / "out")
 
 
-def train_noting_loads(options, folder):
-    """Train with a writer that is slow, and note which checkpoint this rank loads. Step 4 is a spike."""
+def train_recording_loads(options, folder):
+    """Train with a slow writer and a spike at step 4, and record which checkpoint this rank loads."""
     rank, write, check = int(os.environ["RANK"]), checkpoint.write_manifest, SpikeWatch.check
     loads = {"load": loop.load, "load_part": loop.load_part}
 
@@ -78,7 +78,7 @@ def train_noting_loads(options, folder):
         time.sleep(0.7)
         return write(*arguments, **options)
 
-    def noting(name):
+    def recording(name):
         def load(path, *arguments):
             with (Path(folder) / f"loads_{rank}").open("a") as file:
                 file.write(f"{name} {path.name}\n")
@@ -94,12 +94,12 @@ def train_noting_loads(options, folder):
         patch.setattr(checkpoint, "write_manifest", slow)
         patch.setattr(SpikeWatch, "check", check_with_spike)
         for name in loads:
-            patch.setattr(loop, name, noting(name))
+            patch.setattr(loop, name, recording(name))
         train(options)
 
 
 def loads_of(folder, options):
-    in_two_processes(train_noting_loads, {**options, "ddp_backend": "gloo", "logging_steps": 1}, str(folder))
+    in_two_processes(train_recording_loads, {**options, "ddp_backend": "gloo", "logging_steps": 1}, str(folder))
     return [(folder / f"loads_{rank}").read_text().splitlines() for rank in (0, 1)]
 
 

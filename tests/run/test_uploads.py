@@ -63,8 +63,8 @@ def test_hub_strategy_decides_what_is_uploaded_during_training(hub, tmp_path, st
     options = options_in(tmp_path, hub_strategy=strategy, hub_always_push=True)
     assert main(["train", *as_arguments(options)]) == 0
     during = [files for message, files in hub.commits if message.startswith("Training in progress, step ")]
-    found = {name.rpartition("/")[0] for files in during for name in files}
-    assert found == (folders or set())
+    uploaded_folders = {name.rpartition("/")[0] for files in during for name in files}
+    assert uploaded_folders == (folders or set())
     if folders:
         root = [files for files in during if "model.safetensors" in files]
         assert root
@@ -75,7 +75,7 @@ def test_hub_strategy_decides_what_is_uploaded_during_training(hub, tmp_path, st
 
 @pytest.mark.parametrize("can_link", [True, False])
 def test_removed_checkpoint_is_uploaded_completely(hub, tmp_path, monkeypatch, capsys, can_link):
-    """save_total_limit removes it while its upload has not read the files yet."""
+    """save_total_limit removes it before its upload has read the files."""
     options = options_in(tmp_path, hub_strategy="all_checkpoints", save_total_limit=1)
     first, removed = tmp_path / "out" / "checkpoint-2", []
     hub.before_upload = lambda: removed.append(wait_until(lambda: not first.exists()))
@@ -182,12 +182,12 @@ def test_repository_that_cannot_be_created_stops_the_run_before_it_trains(hub, t
 
 def test_invalid_name_and_disabled_hub_are_reported_by_the_plan(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    given = {"output_dir": "saves/x", "push_to_hub": True, "hub_model_id": "us/a/b"}
-    options, problems = build(RunOptions, {name: Raw(value) for name, value in given.items()})
+    options_of_run = {"output_dir": "saves/x", "push_to_hub": True, "hub_model_id": "us/a/b"}
+    options, problems = build(RunOptions, {name: Raw(value) for name, value in options_of_run.items()})
     assert not problems
     (problem,) = check_hub(options)
     assert 'Received: "us/a/b"' in str(problem)
-    options.hub_model_id = None  # the name of the folder
+    options.hub_model_id = None  # the name of the output folder
     assert check_hub(options) == []
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (problem,) = check_hub(options)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def send(running: Any, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None):
-    """Returns status, headers and the body's text."""
+    """Send a request. Return status, headers and the text of the body."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=20)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     options = {"Content-Type": "application/json"} if body is not None else {}
@@ -20,13 +20,13 @@ def send(running: Any, method: str, path: str, body: Any = None, headers: dict[s
 
 
 def post(running: Any, path: str, body: Any, **headers: str):
-    """Returns status and the body as JSON."""
+    """Post JSON. Return status and the parsed body."""
     status, _, text = send(running, "POST", path, body, headers)
     return status, json.loads(text)
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events; the last is "[DONE]"."""
+    """Return the data of the events of a stream; the last is "[DONE]"."""
     result = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [one if one == "[DONE]" else json.loads(one) for one in result]
 

@@ -12,7 +12,7 @@ collect_ignore_glob = [] if find_spec("starlette") and find_spec("uvicorn") else
 
 @pytest.fixture
 def serve() -> Iterator[object]:
-    """``server_thread.start``: start a server; it ends with the test."""
+    """Return ``server_thread.start``, which starts a server that is stopped after the test."""
     from serve.server_thread import server_starter
 
     with server_starter() as start:

@@ -26,11 +26,11 @@ from burnish.serve.api.requests import BaseRequest, ChatRequest, unknown_model_e
 from burnish.serve.api.responses import AnswerCall, Delta
 
 END = 256
-"""The token that ends an answer; those below it are bytes."""
+"""The end token; the tokens below it are bytes."""
 
 
 class ScriptedEngine:
-    """Answers each ask with the ids that ``script`` gives for it, one every ``pause_s`` seconds, from a thread."""
+    """Responds to each request with the ids from ``script``, one every ``pause_s`` seconds, in a thread."""
 
     def __init__(
         self,
@@ -105,28 +105,28 @@ class ScriptedEngine:
             token = ids.pop(0)
             if token == -1:
                 measured = ask.ids[ask.prompt_logprobs_from :] if ask.prompt_logprobs_from else []
-                made = StepOutput(filled=PromptProcessed(2, tuple(_logprob(one, ask) for one in measured)))
+                output = StepOutput(filled=PromptProcessed(2, tuple(_logprob(one, ask) for one in measured)))
                 if ask.max_new_tokens == 0:
                     del self._open[number]
-                    made = StepOutput(filled=made.filled, reason="length")
+                    output = StepOutput(filled=output.filled, reason="length")
             else:
                 reason = "stop" if token in ask.stop_ids else None if ids else "length"
                 if self.error is not None:
-                    made = StepOutput(reason="failed", error=self.error)
+                    output = StepOutput(reason="failed", error=self.error)
                 else:
                     measured = (_logprob(token, ask),) if ask.top_logprobs is not None else ()
-                    made = StepOutput((token,), measured, reason=reason)
-                if made.reason is not None:
+                    output = StepOutput((token,), measured, reason=reason)
+                if output.reason is not None:
                     del self._open[number]
-        callback(made)
+        callback(output)
 
 
 def _logprob(token: int, ask: GenerationRequest) -> Logprob:
-    return Logprob(token, -0.5, tuple((token + place, -0.5 - place) for place in range(ask.top_logprobs or 0)))
+    return Logprob(token, -0.5, tuple((token + rank, -0.5 - rank) for rank in range(ask.top_logprobs or 0)))
 
 
 class ByteReader:
-    """Thoughts stand between < and >, a call is written as {"name", "arguments"} between [ and ]."""
+    """Parses responses: reasoning between < and >, tool calls as {"name", "arguments"} between [ and ]."""
 
     def __init__(self, stops: Sequence[str] = (), reads_parts: bool = True) -> None:
         self.stops, self.reads_parts = stops, reads_parts
@@ -217,5 +217,5 @@ class FakeServed:
 
 
 def saying(text: str) -> Callable[[GenerationRequest], list[int]]:
-    """A script that always gives this answer."""
+    """Return a script that always responds with ``text``."""
     return lambda ask: [*text.encode(), END]

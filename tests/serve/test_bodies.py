@@ -174,11 +174,11 @@ def odd_body(draw: random.Random) -> dict:
 
 
 def broken_text(draw: random.Random) -> bytes:
-    """A body with some of its bytes lost, doubled or exchanged."""
+    """Return a body with some bytes removed, doubled or swapped."""
     data = bytearray(json.dumps(odd_body(draw)).encode())
     for _ in range(draw.randint(1, 5)):
-        place = draw.randrange(len(data))
-        data[place : place + draw.randint(0, 2)] = bytes(draw.choice([0, 34, 44, 91, 123, 128, 255]) for _ in range(2))
+        index = draw.randrange(len(data))
+        data[index : index + draw.randint(0, 2)] = bytes(draw.choice([0, 34, 44, 91, 123, 128, 255]) for _ in range(2))
     return bytes(data)
 
 

@@ -25,7 +25,7 @@ PARTS = '<I think>Für 你好 👍🏽 [{"name": "add", "arguments": {"a": 1}}][
 
 
 def fold(chunks: list) -> dict:
-    """A stream as the whole completion that a client would make of it."""
+    """Return the complete response that a client assembles from a stream."""
     choices: dict[int, dict] = {}
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -118,15 +118,17 @@ def test_engine_step_wakes_the_event_loop_once() -> None:
         def call_soon_threadsafe(self, call: Callable[[], None]) -> None:
             self.calls.append(call)
 
-    loop, result, beside = Loop(), [], []
+    loop, result, other_result = Loop(), [], []
     outputs = OutputQueue(loop)
     callbacks = [outputs.to(result.append) for _ in range(8)]
-    outputs.deliver([(callback, StepOutput((number,))) for number, callback in enumerate([*callbacks, beside.append])])
-    assert (len(loop.calls), result, beside) == (1, [], [StepOutput((8,))])
+    outputs.deliver(
+        [(callback, StepOutput((number,))) for number, callback in enumerate([*callbacks, other_result.append])]
+    )
+    assert (len(loop.calls), result, other_result) == (1, [], [StepOutput((8,))])
     callbacks[0](StepOutput((9,)))
     assert len(loop.calls) == 1
     loop.calls.pop()()
-    assert [made.ids for made in result] == [(number,) for number in (*range(8), 9)]
+    assert [output.ids for output in result] == [(number,) for number in (*range(8), 9)]
     outputs.deliver([(callbacks[0], StepOutput((10,)))])
     assert len(loop.calls) == 1
 
@@ -169,7 +171,7 @@ def test_unknown_model_is_404_and_known_ones_are_listed(serve) -> None:
     assert "first, poet" in body["error"]["message"]
 
 
-# --- queue, failures, clients that go ---------------------------------------------------------------------------------
+# --- queue, failures, disconnects -------------------------------------------------------------------------------------
 
 
 def test_full_queue_is_429_with_retry_after(serve) -> None:
@@ -219,10 +221,10 @@ def test_randomly_disconnecting_clients_leave_no_slots_occupied(serve) -> None:
     for _ in range(40):
         stream = open_stream(running, n=draw.choice([1, 2]), stream=draw.random() < 0.7)
         stream.settimeout(0.5)
-        wanted = draw.randrange(400)
+        num_bytes = draw.randrange(400)
         try:
-            while wanted > 0 and (part := stream.recv(min(wanted, 64))):
-                wanted -= len(part)
+            while num_bytes > 0 and (part := stream.recv(min(num_bytes, 64))):
+                num_bytes -= len(part)
         except TimeoutError:
             pass
         stream.close()
@@ -348,7 +350,7 @@ def test_metrics_count_responses(serve) -> None:
 
 
 def test_open_webui_requests_run_concurrently(serve) -> None:
-    """Requests of Open WebUI for one message: the chat as a stream, and beside it requests for a title and for tags."""
+    """Open WebUI sends concurrent requests for one message: a streamed chat, a title, and tags."""
     running = serve(engine=ScriptedEngine(lambda ask: [*b"<so>Hello", END], slots=4, pause_s=0.01))
     assert [one["id"] for one in json.loads(send(running, "GET", "/v1/models")[2])["data"]] == ["first"]
     streamed = open_stream(running, stream_options={"include_usage": True})
@@ -361,12 +363,12 @@ def test_open_webui_requests_run_concurrently(serve) -> None:
     command = [
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "And?"},
-    ]  # the thought is left out
+    ]  # without the reasoning
     assert post(running, "/v1/chat/completions", {**CHAT, "messages": [*CHAT["messages"], *command]})[0] == 200
 
 
 def open_stream(running, receive_buffer: int = 0, **settings) -> socket.socket:
-    """A request whose response is not read yet."""
+    """Send a streaming request without reading its response."""
     body = json.dumps({**CHAT, "stream": True, "max_tokens": 480, **settings}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{running.port}\r\nContent-Type: application/json\r\n"
@@ -381,9 +383,9 @@ def open_stream(running, receive_buffer: int = 0, **settings) -> socket.socket:
     return stream
 
 
-def read_until(stream: socket.socket, wanted: bytes) -> None:
+def read_until(stream: socket.socket, expected: bytes) -> None:
     text = b""
-    while wanted not in text:
+    while expected not in text:
         part = stream.recv(4096)
         assert part, text
         text += part
@@ -392,12 +394,12 @@ def read_until(stream: socket.socket, wanted: bytes) -> None:
 def wait_for(condition, seconds: float = 5.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come about"
+        assert time.monotonic() < until, "The condition was not met in time."
         time.sleep(0.01)
 
 
 def _unchunked(raw: bytes) -> str:
-    """The body of a chunked response."""
+    """Return the body of a chunked response."""
     rest, body = raw.partition(b"\r\n\r\n")[2], b""
     while rest:
         size, _, rest = rest.partition(b"\r\n")
@@ -416,7 +418,7 @@ def test_transformers_client_finds_model_loaded(serve) -> None:
     assert send(running, "POST", "/load_model", {})[0] == 400
 
 
-# --- bounds: what one request may take from the others ---------------------------------------------------------------
+# --- limits per request -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -448,7 +450,7 @@ def test_prompt_log_probabilities_are_limited(serve) -> None:
 
 
 def test_request_of_many_prompts_does_not_block_others(serve, monkeypatch) -> None:
-    """Their tokenization takes turns, and each that has ended makes room for one that waits."""
+    """Prompts are tokenized in turns, and each finished one makes room for a waiting one."""
     running = serve(saying("x" * 5), engine=ScriptedEngine(saying("x" * 5), slots=2, waiting=4, pause_s=0.02))
     plain = FakeServed.text_prompt
     monkeypatch.setattr(FakeServed, "text_prompt", lambda self, prompt: time.sleep(0.02) or plain(self, prompt))
@@ -470,14 +472,14 @@ def test_request_of_many_prompts_does_not_block_others(serve, monkeypatch) -> No
 
 
 class _SlowEngine(ScriptedEngine):
-    """Its rate is known."""
+    """Engine with a known rate."""
 
     def facts(self) -> EngineFacts:
         return replace(super().facts(), tokens_per_second=100.0)
 
 
 def test_pending_choices_of_another_request_do_not_reject_a_request(serve) -> None:
-    """40 choices of 400 tokens need 160 s at this rate, but only two are before the next request, which has a slot."""
+    """40 choices of 400 tokens take 160 s at this rate, but only two run before the next request, which has a slot."""
     running = serve(engine=_SlowEngine(lambda ask: [65] * 400, slots=3, waiting=4, pause_s=0.002), api_timeout=20)
     many = {"model": "first", "prompt": ["p"] * 40, "max_tokens": 400}
     with ThreadPoolExecutor(1) as pool:

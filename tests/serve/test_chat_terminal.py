@@ -31,8 +31,8 @@ pytestmark = pytest.mark.run
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-class Scripted:
-    """Answers in turn; remembers what it was asked."""
+class ScriptedBackend:
+    """Backend that returns scripted answers and records the requests."""
 
     name, adapters = "scripted", ("poet",)
     has_reasoning: bool | None = True
@@ -60,8 +60,8 @@ class Scripted:
     def close(self) -> None: ...
 
 
-def talk_of(*answers) -> tuple[ChatSession, Scripted, io.StringIO]:
-    out, backend = io.StringIO(), Scripted(*answers)
+def talk_of(*answers) -> tuple[ChatSession, ScriptedBackend, io.StringIO]:
+    out, backend = io.StringIO(), ScriptedBackend(*answers)
     return ChatSession(backend, Console(out=out)), backend, out
 
 
@@ -103,7 +103,7 @@ def test_retry_undo_and_edit_revert_turns() -> None:
     assert roles(talk) == ["user", "assistant"]
     talk.take("/edit")
     assert (talk.messages, talk._prefill) == ([], "One?")
-    talk.take("/undo")  # nothing is left
+    talk.take("/undo")  # no message is left
     assert talk.messages == []
 
 
@@ -159,7 +159,7 @@ def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:
     talk.take("Call.")
     assert backend.requests[0].tools == (TOOL,)
     assert '│ {"a": 1}' in out.getvalue()
-    assert talk.take("Go on.") == 1  # a call waits
+    assert talk.take("Go on.") == 1  # a call has no result yet
     talk.take("/answer 42")
     assert roles(talk) == ["user", "assistant", "tool", "assistant"]
     assert talk.messages[2]["tool_call_id"] == talk.messages[1]["tool_calls"][0]["id"]
@@ -248,7 +248,7 @@ WEATHER_CALL = {"name": "f", "arguments": {"a": 1}}
 @pytest.mark.parametrize("is_text", [False, True])
 @pytest.mark.parametrize("call", [WEATHER_CALL, {"function": WEATHER_CALL}, {"id": "x", "function": WEATHER_CALL}])
 def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path: Path) -> None:
-    """Its calls may lack ids and contents, and its tools may be functions or JSON text."""
+    """Tool calls may lack ids and content, and tools may be functions or JSON text."""
     tools = [TOOL["function"]]
     record = {
         "messages": [
@@ -266,14 +266,14 @@ def test_record_of_training_can_be_continued(call: dict, is_text: bool, tmp_path
     assert "Be brief." in out.getvalue()
     (request,) = backend.requests
     assert request.tools == (TOOL,)
-    asked = request.messages[2]["tool_calls"][0]
-    assert asked["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert request.messages[3]["tool_call_id"] == asked["id"] == call.get("id", "call00200")
+    tool_call = request.messages[2]["tool_calls"][0]
+    assert tool_call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert request.messages[3]["tool_call_id"] == tool_call["id"] == call.get("id", "call00200")
     assert talk.messages == []
 
 
 def of_part(part: dict[str, Any]) -> dict[str, Any]:
-    """A record with one message of one part."""
+    """Return a record with one message of one part."""
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
@@ -293,7 +293,7 @@ def of_part(part: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_file_that_is_no_conversation_is_reported(record: Any, expected: str, tmp_path: Path) -> None:
+def test_file_without_a_conversation_is_reported(record: Any, expected: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(record))
     talk, _, out = talk_of()
     talk.take("One?")
@@ -405,7 +405,7 @@ def test_options_of_predictions_are_reported_as_without_effect(model: Path) -> N
 
 @pytest.fixture
 def endless_model(tmp_path: Path) -> Path:
-    """A model whose every response is "a" until it is stopped, whatever is drawn."""
+    """Save a model that always responds with "a" until it is stopped, also when sampling."""
     folder = make_model(tmp_path / "model", max_position_embeddings=4096)
     model = LlamaForCausalLM.from_pretrained(folder)
     token = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("a")
@@ -445,10 +445,10 @@ def test_conversation_in_a_terminal_works(endless_model: Path, tmp_path: Path) -
     read_until("context left")
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    # Python sees a signal that comes just before readline waits with the next key only.
+    # Python handles a signal that arrives just before readline waits only at the next key.
     read_until("Ctrl-C again", key=b" \x7f")
     os.write(main, b"/set max_new_tokens=4000\nTell me.\n")
-    read_until("> Tell me.\r\n", more=20)  # behind its prompt: what is typed ahead is shown once before that
+    read_until("> Tell me.\r\n", more=20)  # after the prompt: text typed ahead is shown once before it
     process.send_signal(signal.SIGINT)
     read_until("[stopped]")
     os.write(main, b"/exit\n")

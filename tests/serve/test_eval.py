@@ -97,16 +97,16 @@ def test_unpacked_task_is_removed_at_exit(tmp_path: Path) -> None:
         "import os, sys; from burnish.serve.eval.local_tasks import local_tasks;"
         "print(local_tasks('logic_test', sys.argv[1], 'en', 0, draws=False)[0].key, len(os.listdir(sys.argv[2])))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "temporary")],
         env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["a", "1"]
+    assert process.stdout.split() == ["a", "1"]
     assert not os.listdir(tmp_path / "temporary")
 
 
 def test_saved_answers_are_those_of_one_adapter_and_precision(model: Path, tmp_path: Path) -> None:
-    """Another adapter in the same folder, or another precision, is another model."""
+    """Another adapter in the same folder, or another precision, counts as another model."""
     folder, found = tmp_path / "adapter", []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -191,7 +191,7 @@ def test_eval_command_writes_its_files_and_continues(
     assert result["of"]["template"]
     assert "Average:" in (out / "results.log").read_text()
     lines = (out / "answers.jsonl").read_text().splitlines()
-    (out / "answers.jsonl").write_text("\n".join(lines[:-1]) + '\n{"subject": "ma')  # cut while it was written
+    (out / "answers.jsonl").write_text("\n".join(lines[:-1]) + '\n{"subject": "ma')  # truncated while it was written
     requested, run = [], command.run_tasks
 
     def recorded(of, tasks, *rest):
@@ -203,7 +203,7 @@ def test_eval_command_writes_its_files_and_continues(
     assert requested == ["mmlu_maths"]
     assert json.loads((out / "results.json").read_text()) == letters
     assert main([*argv, "n_shot=0"]) == 0
-    assert requested == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # other shots, other answers
+    assert requested == ["mmlu_maths", "mmlu_logic", "mmlu_maths"]  # different examples give different answers
     capsys.readouterr()
 
 
@@ -232,8 +232,8 @@ def test_no_accuracy_without_reference_answers() -> None:
 
 
 def test_averages_are_over_questions_and_categories() -> None:
-    done = {"x": [ChoiceResult("A", (), True)] * 3, "y": [ChoiceResult("B", (), False)]}
-    result = accuracies([subject("x", "STEM"), subject("y")], done)
+    results = {"x": [ChoiceResult("A", (), True)] * 3, "y": [ChoiceResult("B", (), False)]}
+    result = accuracies([subject("x", "STEM"), subject("y")], results)
     assert (result["accuracy"], result["macro_accuracy"]) == (75.0, 50.0)
     assert result["accuracy_stderr"] == pytest.approx(100 * (0.75 * 0.25 / 3) ** 0.5, abs=1e-3)
     assert {key: each["accuracy"] for key, each in result["categories"].items()} == {"STEM": 100.0, "Other": 0.0}
@@ -308,9 +308,9 @@ def test_harness_receives_model_log_probabilities(model: Path) -> None:
     ids, before = of_harness._ids("red green blue"), of_harness._ids("red green")
     with torch.no_grad():
         logps = loaded.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    places = range(len(before) - 1, len(ids) - 1)
-    assert result == pytest.approx(sum(float(logps[at, ids[at + 1]]) for at in places), abs=1e-4)
-    assert greedy == all(int(logps[at].argmax()) == ids[at + 1] for at in places)
+    positions = range(len(before) - 1, len(ids) - 1)
+    assert result == pytest.approx(sum(float(logps[position, ids[position + 1]]) for position in positions), abs=1e-4)
+    assert greedy == all(int(logps[position].argmax()) == ids[position + 1] for position in positions)
     assert other == pytest.approx(of_harness.loglikelihood_rolling([request("red")])[0], abs=1e-4)
 
 

@@ -93,7 +93,7 @@ def test_foreign_origin_is_403_on_every_route_before_reading_the_body(serve, ori
     connection.putheader("Origin", origin)
     connection.putheader("Content-Length", "100000")
     connection.endheaders()
-    assert connection.getresponse().status == 403  # and not one byte of the body was sent
+    assert connection.getresponse().status == 403  # before any byte of the body was sent
 
 
 def test_origin_allowed_by_the_operator_is_accepted(serve) -> None:
@@ -220,7 +220,7 @@ def test_unix_socket_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Another process is listening"):
         listen_unix(path)
     result.close()
-    listen_unix(path).close()  # what a killed process left behind is taken away
+    listen_unix(path).close()  # the socket file of a killed process is removed
     os.unlink(path)
     Path(path).write_text("not a socket")
     with pytest.raises(UserError, match="not a socket"):

@@ -32,7 +32,7 @@ WORDS = {
 
 @pytest.fixture
 def started(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """A server as a process with few files, its port, and what it has printed."""
+    """Start a server process with a low limit of open files. Yield its port and output file."""
     shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
     message = tmp_path / "said.txt"
     with message.open("wb") as output:
@@ -96,12 +96,12 @@ def test_idle_connections_above_file_limit_do_not_stop_server_or_fill_log(starte
     assert message.stat().st_size < 20_000, message.read_text()[-3000:]
 
 
-# --- within a process -------------------------------------------------------------------------------------------------
+# --- in this process --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of a small server with a head's time of half a second, and at most 8 connections."""
+def small_server_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Start a small server with a header timeout of 0.5 s and at most 8 connections. Yield its port."""
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
     monkeypatch.setattr("burnish.serve.http.server.most_connections", lambda: 8)
 
@@ -119,8 +119,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     import threading
 
     result, loop = socket.create_server(("127.0.0.1", 0)), asyncio.new_event_loop()
-    monkeypatch.setattr("burnish.serve.http.server._answer_signals", lambda reported: tolds.append(reported))
-    tolds: list[asyncio.Future[int]] = []
+    monkeypatch.setattr("burnish.serve.http.server._answer_signals", lambda reported: signal_futures.append(reported))
+    signal_futures: list[asyncio.Future[int]] = []
 
     async def drained() -> None:
         return None
@@ -128,13 +128,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, result, nothing, drained)))
     thread.start()
     yield result.getsockname()[1]
-    loop.call_soon_threadsafe(lambda: tolds[0].set_result(15))
+    loop.call_soon_threadsafe(lambda: signal_futures[0].set_result(15))
     thread.join(10)
     assert not thread.is_alive()
 
 
 def closed_after_s(one: socket.socket, trickle: bytes = b"") -> float:
-    """Seconds until the other end closes; ``trickle`` is sent again and again meanwhile."""
+    """Return the seconds until the server closes the connection, while ``trickle`` is sent repeatedly."""
     began = time.monotonic()
     one.settimeout(0.1)
     while time.monotonic() - began < 5:
@@ -151,38 +151,40 @@ def closed_after_s(one: socket.socket, trickle: bytes = b"") -> float:
 
 
 @pytest.mark.parametrize("text", [b"", b"GET /", b"GET / HTTP/1.1\r\nHost: a\r\nX-"])
-def test_request_head_has_a_time_limit(quick: int, text: bytes) -> None:
-    (one,) = opened(quick, 1, text)
+def test_request_head_has_a_time_limit(small_server_port: int, text: bytes) -> None:
+    (one,) = opened(small_server_port, 1, text)
     assert 0.3 < closed_after_s(one, b"a" if text else b"") < 2
 
 
-def test_second_request_head_of_a_connection_has_a_time_limit(quick: int) -> None:
-    (one,) = opened(quick, 1, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+def test_second_request_head_of_a_connection_has_a_time_limit(small_server_port: int) -> None:
+    (one,) = opened(small_server_port, 1, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
     assert one.recv(4096).startswith(b"HTTP/1.1 200")
     one.sendall(b"GET /again")
     assert 0.3 < closed_after_s(one, b"a") < 2
 
 
-def test_active_request_is_not_interrupted_and_idle_connections_are_closed(quick: int) -> None:
-    (busy,) = opened(quick, 1, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+def test_active_request_is_not_interrupted_and_idle_connections_are_closed(small_server_port: int) -> None:
+    (busy,) = opened(small_server_port, 1, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(0.1)
-    idle = opened(quick, 20)
-    assert status_of(quick) == 200
+    idle = opened(small_server_port, 20)
+    assert status_of(small_server_port) == 200
     busy.settimeout(5)
     assert busy.recv(4096).startswith(b"HTTP/1.1 200")
     for one in idle:
         one.close()
 
 
-def test_requests_without_body_are_closed_for_new_ones(quick: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_body_are_closed_for_new_ones(small_server_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         connections, "HEADER_TIMEOUT_S", 30.0
-    )  # a busy machine may take half a second between two packets
+    )  # on a busy machine, two packets may be half a second apart
     head = b"POST /slow HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
-    (busy,) = opened(quick, 1, head + b"{}")
-    assert status_of(quick) == 200  # so the request before it has been read, and its connection is not idle
-    stored = opened(quick, 20, head + b"{")
-    assert status_of(quick) == 200
+    (busy,) = opened(small_server_port, 1, head + b"{}")
+    assert (
+        status_of(small_server_port) == 200
+    )  # then the previous request has been read, and its connection is not idle
+    stored = opened(small_server_port, 20, head + b"{")
+    assert status_of(small_server_port) == 200
     busy.settimeout(5)
     assert busy.recv(4096).startswith(b"HTTP/1.1 200")
     stored[-1].sendall(b"}")
@@ -193,31 +195,31 @@ def test_requests_without_body_are_closed_for_new_ones(quick: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_a_body_in_chunks_of_a_few_bytes_is_not_read(quick: int, size: int) -> None:
-    (one,) = opened(quick, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+def test_a_body_in_chunks_of_a_few_bytes_is_not_read(small_server_port: int, size: int) -> None:
+    (one,) = opened(small_server_port, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
     chunks = b"%x\r\n%s\r\n" % (size, b" " * size) * 1_000_000
     with pytest.raises((ConnectionResetError, BrokenPipeError)):
         one.sendall(chunks)
-    assert status_of(quick) == 200
+    assert status_of(small_server_port) == 200
 
 
-def test_a_body_in_chunks_of_some_hundred_bytes_is_read(quick: int) -> None:
-    (one,) = opened(quick, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+def test_a_body_in_chunks_of_some_hundred_bytes_is_read(small_server_port: int) -> None:
+    (one,) = opened(small_server_port, 1, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
     lines = b'  "a": 1,\r\n' * 20
     one.sendall(b"%x\r\n%s\r\n" % (len(lines), lines) * 200 + b"0\r\n\r\n")
     one.settimeout(5)
     assert one.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-def test_new_connection_is_rejected_if_all_are_active(quick: int) -> None:
-    busy = opened(quick, 8, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+def test_new_connection_is_rejected_if_all_are_active(small_server_port: int) -> None:
+    busy = opened(small_server_port, 8, b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
     time.sleep(0.2)
-    (late,) = opened(quick, 1)
+    (late,) = opened(small_server_port, 1)
     assert closed_after_s(late) < 0.4
     for one in busy:
         one.settimeout(5)
         assert one.recv(4096).startswith(b"HTTP/1.1 200")
-    assert status_of(quick) == 200
+    assert status_of(small_server_port) == 200
 
 
 def test_repeated_warning_is_logged_once_a_minute_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def access_error(access, url):
 
 @contextmanager
 def web(answer):
-    """A server on this machine. Args: answer: writes the response of a handler."""
+    """Run a local server. Args: answer: writes the response with the handler."""
     requests = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def web(answer):
 
 @pytest.fixture
 def as_public(monkeypatch):
-    """Names lead to this machine, whose address passes for a public one."""
+    """Let names resolve to this machine, and let its address count as public."""
     looked_up = []
 
     def lookup(host, port, **_):
@@ -80,7 +80,7 @@ def as_public(monkeypatch):
     return looked_up
 
 
-def good(handler):
+def respond_with_image(handler):
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(CONTENT)))
     handler.end_headers()
@@ -88,7 +88,7 @@ def good(handler):
 
 
 def test_image_of_an_allowed_host_is_included(as_public):
-    with web(good) as server:
+    with web(respond_with_image) as server:
         access = ImageAccess([f"{HOST.upper()}:{server.port}"])
         assert access.needs(request_of(server.url))
         opened = access.load_images(request_of(server.url))
@@ -96,7 +96,7 @@ def test_image_of_an_allowed_host_is_included(as_public):
     assert url.startswith("data:image/any;base64,")
     assert not access.needs(opened)
     assert server.asked == [("/a.png?b=1", f"{HOST}:{server.port}")]
-    assert as_public == [HOST]  # looked up once; the connection was made to the address that was checked
+    assert as_public == [HOST]  # resolved once; the connection goes to the checked address
 
 
 def test_image_urls_are_rejected_unless_a_host_is_allowed():
@@ -134,7 +134,7 @@ def test_private_addresses_are_never_connected_to(monkeypatch, address):
     public = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", 80))
     monkeypatch.setattr(fetching, "create_connection", lambda *_: pytest.fail("a connection was made"))
     assert not is_global(ipaddress.ip_address(address))
-    for addresses in (result, [public, *result]):  # also where a public one comes first
+    for addresses in (result, [public, *result]):  # also if a public address comes first
         monkeypatch.setattr(fetching, "getaddrinfo", lambda *_, given=addresses, **__: given)
         with pytest.raises(NotFetchedError, match="not public"):
             fetch(f"http://{HOST}/a.png", {HOST}, 100, 1.0)

@@ -144,7 +144,7 @@ def test_echoed_prompt_log_probabilities_match_training_loss(real: Real) -> None
         loss = real.loaded.model(torch.tensor([ids]), labels=torch.tensor([ids])).loss.float().item()
     measured = logps[1 : len(ids)]
     assert logps[0] is None
-    # the weights are bfloat16 where the processor has it, whose products differ with the shape of a batch
+    # on processors with bfloat16, products depend on the batch shape
     assert -sum(measured) / len(measured) == pytest.approx(loss, rel=2e-2)
     assert math.isfinite(logps[len(ids)])
 
@@ -174,7 +174,7 @@ def test_rejection_does_not_wait_for_the_rest_of_the_body(real: Real) -> None:
     for _ in range(3):
         with pytest.raises(openai.NotFoundError):
             real.client.chat.completions.create(model="gpt-4o", messages=ASKED)
-    assert time.monotonic() - began < 2.0  # each took a second
+    assert time.monotonic() - began < 2.0  # each request takes a second
 
 
 def test_text_completion_has_openai_default_length(real: Real) -> None:
@@ -242,9 +242,7 @@ def test_json_schema_response_matches_the_schema(real: Real) -> None:
 
 @pytest.mark.parametrize("stop", ["{", '"', ":"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
-    real: Real, stop: str, stream: bool
-) -> None:
+def test_constrained_response_truncated_by_a_stop_string_is_not_complete(real: Real, stop: str, stream: bool) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     result = real.client.chat.completions.create(
@@ -254,10 +252,12 @@ def test_a_stop_string_that_cuts_a_constrained_response_short_is_no_end_of_it(
     assert last.finish_reason == "length"
 
 
-def test_a_stop_token_that_cuts_a_constrained_response_short_is_no_end_of_it(real: Real) -> None:
+def test_constrained_response_truncated_by_a_stop_token_is_not_complete(real: Real) -> None:
     schema = {"type": "object", "properties": {"word": {"enum": ["hot"]}}, "required": ["word"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    quote = [at for at in range(len(real.loaded.tokenizer)) if '"' in real.loaded.tokenizer.decode([at])]
+    quote = [
+        token_id for token_id in range(len(real.loaded.tokenizer)) if '"' in real.loaded.tokenizer.decode([token_id])
+    ]
     result = real.client.chat.completions.create(
         model="demo", messages=ASKED, response_format=wanted, temperature=0, max_tokens=60,
         extra_body={"stop_token_ids": quote[:64]},
@@ -340,7 +340,7 @@ CALL = '[{"name": "mean_grade", "arguments": {"grades": "AC", "hours": 31}}]'
 
 
 def test_tool_calls_of_llamafactory_example_get_responses() -> None:
-    # A call, the client's own message object back, a result without the id of its call, an answer.
+    # A tool call, the client's message object sent back, a result without the id of its call, and the answer.
     replies = iter([CALL, "3.5, well done"])
     with server_starter() as start:
         running = start(lambda ask: [*next(replies).encode(), END], api_aliases=["test"])

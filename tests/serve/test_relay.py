@@ -20,7 +20,7 @@ from serve.server_thread import serve_app
 
 
 class Engine:
-    """A server on a Unix socket that answers slowly, and notices that its client has gone."""
+    """A slow server on a Unix socket that notices when its client disconnects."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bodies, self.gone = str(path), [], threading.Event()
@@ -34,7 +34,7 @@ class Engine:
             b"Transfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n"
         )
         if b"/long" in head:
-            await reader.read()  # until the client has gone
+            await reader.read()  # until the client disconnects
             self.gone.set()
         else:
             await asyncio.sleep(0.1)

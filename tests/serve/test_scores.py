@@ -46,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serving(folder: Path):
-    """A server of the folder, and its end."""
+    """Serve the model of a folder."""
     loaded = load_for_inference(serving_of([str(folder)]).options, "judge", may_score=True)
     engine, loop, state = engine_of(loaded), asyncio.new_event_loop(), ServerState()
     served = ServedModel(loaded, engine, "judge")
@@ -60,7 +60,7 @@ def serving(folder: Path):
 
 
 def by_transformers(folder: Path, text: str) -> float:
-    """The score of a whole model, read by transformers at the last token."""
+    """Return the score of a full model at the last token, computed by transformers."""
     ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         if (folder / "value_head.safetensors").is_file():
@@ -134,9 +134,9 @@ def test_export_of_a_reward_model_offers_no_chat(workspace: Path, capsys: pytest
     assert (
         cli.main(["export", str(workspace / "lora with a value head"), f"export_dir={folder}", "template=chatml"]) == 0
     )
-    said = "".join(read_output(capsys))
-    assert f"burnish api {folder}" in said
-    assert not any(word in said for word in ("burnish chat", "vllm", "sglang"))
+    output = "".join(read_output(capsys))
+    assert f"burnish api {folder}" in output
+    assert not any(word in output for word in ("burnish chat", "vllm", "sglang"))
     assert not (folder / "Modelfile").exists()
 
 

@@ -99,8 +99,8 @@ def part_of(part):
 
 def test_adjacent_messages_of_one_role_keep_image_order(workspace, loaded):
     images = [{"url": uri(workspace, name)} for name in ("p1_64x48.png", "p2_48x64.png", "p1_64x48.png")]
-    asks = messages_of(("user", "a", images[0]), ("user", images[1]), ("assistant", "b"), ("user", images[2], "c"))
-    row = Prompter(loaded.template, loaded.images).row(asks)
+    request = messages_of(("user", "a", images[0]), ("user", images[1]), ("assistant", "b"), ("user", images[2], "c"))
+    row = Prompter(loaded.template, loaded.images).row(request)
     sizes = [(image["width"], image["height"]) for image in row["images"]]
     assert sizes == [(64, 48), (48, 64), (64, 48)]
 
@@ -120,7 +120,7 @@ def test_rejection_names_location_of_image_in_request(workspace, loaded):
 
 
 def png_of(width, height):
-    """A PNG whose header has this size, and which is small: all of its pixels are alike, or missing."""
+    """Return a small PNG file with this size in its header; its pixels are equal or missing."""
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
     body = b"".join(struct.pack(">I", len(c)) + k + c + struct.pack(">I", zlib.crc32(k + c)) for k, c in chunks)

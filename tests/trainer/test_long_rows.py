@@ -1,4 +1,4 @@
-"""Rows that are longer than a model with learned positions can read: refused before training, with the remedy."""
+"""Rows longer than the position embeddings of a model are rejected before training, with a remedy."""
 
 import warnings
 from pathlib import Path
@@ -95,26 +95,26 @@ def test_learned_positions_are_recognized(family):
     assert num_positions(bert) == 40
 
 
-def test_warnings_point_at_the_script_and_not_at_burnish(tmp_path):
-    with warnings.catch_warnings(record=True) as seen:
+def test_warnings_point_to_the_script_and_not_to_burnish(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         burnish.SFTConfig(str(tmp_path), warmup_ratio=0.1)
         burnish.SFTTrainer(
             gpt2(), train_dataset=Dataset.from_list(SHORT), tokenizer=AutoTokenizer.from_pretrained(DEMO),
             args=burnish.SFTConfig(str(tmp_path), use_cpu=True, bf16=False),
         )  # fmt: skip
-    assert {one.filename for one in seen if one.category is FutureWarning} == {__file__}
-    assert len(seen) == 2
+    assert {one.filename for one in caught if one.category is FutureWarning} == {__file__}
+    assert len(caught) == 2
 
 
 def test_adapters_cause_no_warnings_of_libraries_about_each_other(caplog):
     hide_library_warnings()
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         hide_library_warnings()
         model = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         assert model.is_gradient_checkpointing is False
         warnings.warn("shown", FutureWarning, stacklevel=1)
-    assert [str(one.message) for one in seen] == ["shown"]
+    assert [str(one.message) for one in caught] == ["shown"]
     headless = tiny("llama")
     headless.loss_type = None
     assert headless.loss_function is not None

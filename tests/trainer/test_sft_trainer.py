@@ -1,7 +1,7 @@
 """``SFTTrainer``: rows, trained tokens, logs, and rejected arguments.
 
-The reference is plain arithmetic: a loop of a few lines over the same rows, with all logits and torch's own loss.
-TRL itself is compared with by ``scripts/parity_sft.py``, where it is installed.
+The reference is a short loop over the same rows, with all logits and torch's own loss. ``scripts/parity_sft.py``
+compares with TRL.
 """
 
 import json
@@ -51,12 +51,12 @@ def arguments(folder, **options):
 
 def make(folder, rows, model=None, trainer=None, kind=SFTTrainer, **options):
     rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
-    made = kind(
+    result = kind(
         llama() if model is None else model, arguments(folder, **options), train_dataset=rows,
         **{"processing_class": tokenizer(), **(trainer or {})},
     )  # fmt: skip
-    made.remove_callback(PrinterCallback)
-    return made
+    result.remove_callback(PrinterCallback)
+    return result
 
 
 def logged(trainer, name):
@@ -83,7 +83,7 @@ CHATS = [{"messages": chat(f"Say {n}", "a " * n, "More", "b " * n)} for n in ran
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_text_ends_with_one_eos_and_is_learned_entirely(tmp_path):
+def test_text_ends_with_one_eos_and_is_trained_entirely(tmp_path):
     eos = tokenizer().eos_token
     rows = make(tmp_path, [{"text": "one two"}, {"text": "three" + eos}]).train_dataset
     for row, text in zip(rows, ("one two", "three"), strict=True):
@@ -91,7 +91,7 @@ def test_text_ends_with_one_eos_and_is_learned_entirely(tmp_path):
         assert row["labels"] == row["input_ids"]
 
 
-def test_only_completion_and_eos_of_prompt_completion_are_learned(tmp_path):
+def test_only_completion_and_eos_of_prompt_completion_are_trained(tmp_path):
     row = make(tmp_path, PAIRS).train_dataset[1]
     assert text_of(row["labels"]) == PAIRS[1]["completion"] + tokenizer().eos_token
     whole = make(tmp_path, PAIRS, completion_only_loss=False).train_dataset[1]
@@ -115,7 +115,7 @@ def test_assistant_tokens_are_located_with_and_without_template_masks(tmp_path):
         assert message == "a a <|im_end|>b b <|im_end|>"
 
 
-def test_conversational_completion_is_learned_where_both_masks_allow(tmp_path):
+def test_conversational_completion_is_trained_where_both_masks_allow(tmp_path):
     pairs = [{"prompt": chat("Hi", "Ho", "Again"), "completion": [{"role": "assistant", "content": "Yes"}]}]
     both = make(tmp_path, pairs, assistant_only_loss=True).train_dataset[0]
     assert text_of(both["labels"]) == "Yes<|im_end|>"
@@ -148,12 +148,12 @@ def test_template_arguments_of_a_row_affect_assistant_masks(tmp_path):
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if loud %}!{% endif %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    rows = [{"messages": chat("Hi", "Ho"), "chat_template_kwargs": {"loud": loud}} for loud in (True, False)]
+    rows = [{"messages": chat("Hi", "Ho"), "chat_template_kwargs": {"loud": is_loud}} for is_loud in (True, False)]
     made = make(tmp_path, rows, trainer={"processing_class": own}, assistant_only_loss=True).train_dataset
     assert [text_of(row["labels"]) for row in made] == ["Ho!<|im_end|>", "Ho<|im_end|>"]
 
 
-def test_row_without_learned_tokens_is_dropped_and_counted(tmp_path, library_log):
+def test_row_without_trained_tokens_is_dropped_and_counted(tmp_path, library_log):
     pairs = [{"prompt": "long " * 40, "completion": "x"}, *PAIRS]
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
@@ -221,12 +221,12 @@ def test_packs_contain_all_expected_tokens(tmp_path, strategy):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def by_the_book(rows, model, steps, loss_of, batch_size=2, learning_rate=1e-2):
-    """The same training in plain torch: rows one at a time, all logits, torch's own optimizer."""
+def plain_training(rows, model, steps, loss_of, batch_size=2, learning_rate=1e-2):
+    """Train in plain torch: single rows, all logits, torch's own optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     result = []
     for step in range(steps):
-        group = [rows[at] for at in range(step * batch_size, (step + 1) * batch_size)]
+        group = [rows[index] for index in range(step * batch_size, (step + 1) * batch_size)]
         count = sum(label != -100 for row in group for label in row["labels"][1:])
         total = sum(loss_of(model, torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])) for row in group)
         (total / count).backward()
@@ -270,16 +270,16 @@ def smoothed(model, ids, labels):
 def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, options):
     trainer = make(tmp_path, PAIRS, train_sampling_strategy="sequential", **options)
     model = llama()
-    expected = by_the_book(list(trainer.train_dataset), model, 3, loss_of)
+    expected = plain_training(list(trainer.train_dataset), model, 3, loss_of)
     trainer.train()
-    # Sums in another order, amplified by Adam where a gradient is near zero.
+    # sums in another order, amplified by Adam where gradients are near 0
     assert logged(trainer, "loss") == pytest.approx(expected, rel=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights(trainer)[name], parameter.detach(), rtol=1e-3, atol=2e-5)
 
 
 def test_packed_rows_do_not_attend_to_each_other(tmp_path):
-    """One step on all rows: packed or not, the gradient is the same."""
+    """Packed or not, one step on all rows has the same gradient."""
     options = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}
     packed, plain = make(tmp_path, TEXTS, packing=True, **options), make(tmp_path, TEXTS, **options)
     packed.train(), plain.train()
@@ -448,12 +448,12 @@ def test_custom_loss_function_gets_outputs_labels_and_num_items(tmp_path):
 def test_compute_loss_override_receives_collator_output(tmp_path):
     recorded = set()
 
-    class Own(SFTTrainer):
+    class CustomTrainer(SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             recorded.update(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    make(tmp_path, TEXTS, kind=Own).train()
+    make(tmp_path, TEXTS, kind=CustomTrainer).train()
     assert recorded == {"input_ids", "attention_mask", "labels"}
 
 
@@ -485,7 +485,7 @@ def test_model_card_describes_training_dataset_and_loading(tmp_path, monkeypatch
         assert message in card, message
     code = card.split("```python\n")[1].split("```")[0]
     result = {}
-    monkeypatch.chdir("made")  # the base was named from another folder
+    monkeypatch.chdir("made")  # the base model's path was relative to another folder
     exec(compile(code.split("\nmessages")[0], "card", "exec"), result)
     assert type(result["model"]).__name__.startswith("PeftModel")
 
@@ -595,7 +595,7 @@ def test_row_of_different_type_is_shown(tmp_path, rows, message):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_dataset_without_learned_tokens_after_truncation_is_rejected(tmp_path, packing):
+def test_dataset_without_trained_tokens_after_truncation_is_rejected(tmp_path, packing):
     long = [{"prompt": "word " * 50, "completion": "end"}] * 3
     with pytest.raises(
         ValueError, match=r"No examples of the train dataset are left to train on\. Increase `max_length`"
@@ -624,7 +624,7 @@ def test_adapter_cannot_be_loaded_as_model(tmp_path):
         SFTTrainer(str(tmp_path), arguments(tmp_path), train_dataset=Dataset.from_list(TEXTS))
 
 
-# --- what is accepted, and what is refused ----------------------------------------------------------------------------
+# --- accepted and rejected arguments ----------------------------------------------------------------------------------
 
 
 def test_deprecated_constructor_names_work_with_one_warning(tmp_path):
@@ -750,7 +750,7 @@ def test_dataset_with_transform_is_rejected(tmp_path):
 
 
 def test_stream_is_not_reread_on_resume(tmp_path):
-    """``datasets`` hands a function that takes batches a hundred rows, from which it counts on."""
+    """``datasets`` passes batches of 100 rows to a batched function, and resumes at multiples of them."""
     read = []
 
     def texts(shards):
@@ -790,15 +790,15 @@ def test_packed_stream_resumes_bitwise_equal(tmp_path, strategy):
 def test_first_step_has_one_forward_pass_per_micro_batch(tmp_path):
     recorded = []
 
-    class Mark(TrainerCallback):
+    class StepMarker(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             recorded.append("step")
 
-    trainer = make(tmp_path, TEXTS, max_steps=2, trainer={"callbacks": [Mark]})
+    trainer = make(tmp_path, TEXTS, max_steps=2, trainer={"callbacks": [StepMarker]})
     trainer.model.model.register_forward_hook(lambda *_: recorded.append("forward"))
     trainer.train()
     first = recorded.index("step")
-    assert "forward" in recorded[:first]  # the questions to the model
+    assert "forward" in recorded[:first]  # forward passes of checks before training
     assert recorded[first:] == ["step", "forward"] * 2
 
 
@@ -813,12 +813,12 @@ def test_4_bit_base_trains_on_cpu(tmp_path):
     before = base.weight.detach().clone()
     trainer.evaluate()
     trainer.train()
-    assert torch.equal(base.weight, before)  # bitsandbytes lays it out anew at a product outside of training
+    assert torch.equal(base.weight, before)  # bitsandbytes changes its layout at a product outside of training
     assert len(logged(trainer, "loss")) == 3
     assert any(p.abs().sum() > 0 for name, p in weights(trainer).items() if "lora_B" in name)
 
 
-# --- what no script can mean, and what it can hardly mean -------------------------------------------------------------
+# --- invalid and suspicious rows and values ---------------------------------------------------------------------------
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
@@ -832,7 +832,7 @@ def lenient():
 
 @pytest.fixture
 def trainer_warnings():
-    """The warnings of burnish's trainers, each as often as it was given."""
+    """Return the list of warnings of burnish's trainers, with repetitions."""
     logger, messages = transformers.logging.get_logger("transformers.trainer"), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -989,7 +989,7 @@ def test_encoded_rows_are_read_from_cache_unless_something_changed(tmp_path, mon
 
 
 def test_padding_batch_counts_nothing(tmp_path):
-    """A rank that has run out of rows computes one for the others' sake."""
+    """A rank without rows computes a padding batch, because the other ranks wait for it."""
     trainer = make(tmp_path, [{"text": "One two three."}] * 2, max_steps=1)
     loop = trainer._make_loop(None)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -999,7 +999,7 @@ def test_padding_batch_counts_nothing(tmp_path):
     assert own.sums.keys() == padding.sums.keys()
     assert padding.total == loop.objective.num_items(trainer._padding_batch(batch)) == 0
     assert all(value == 0 for value in padding.sums.values())
-    padding.total.backward()  # the graph is there, so that ranks can sync
+    padding.total.backward()  # the loss has a graph, so that ranks can synchronize
 
 
 def test_completion_only_loss_without_completions_is_reported(tmp_path):

@@ -58,8 +58,8 @@ BY_NAME = {case.name: case for case in parity.CASES}
     ],
 )  # fmt: skip
 def test_training_matches_transformers_up_to_rounding(name):
-    """The tolerance is float32's rounding over a few sums; weights where the true gradient is zero are left out by
-    comparing losses and norms, which docs/parity.md explains."""
+    """The tolerance is that of float32 rounding. Losses and norms are compared instead of weights, because Adam
+    amplifies rounding where the gradient is zero (docs/parity.md)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = parity.compare(BY_NAME[name], num_steps=12)
@@ -71,7 +71,7 @@ def test_training_matches_transformers_up_to_rounding(name):
 
 @pytest.mark.parametrize(("name", "message"), [("parity", ["--only", "LoRA"]), ("parity_sft", ["text"])])
 def test_parity_table_is_written_completely_or_not_at_all(name, message, monkeypatch):
-    script = importlib.import_module(name)  # trainer_run has made them importable
+    script = importlib.import_module(name)  # scripts/ is importable because of trainer_run
     monkeypatch.setattr(script, "table", lambda *_: pytest.fail("a part of the table was made"))
     with pytest.raises(SystemExit) as refused:
         script.main([*message, "--write"])
@@ -90,7 +90,7 @@ def test_accumulation_matches_one_large_batch(name):
 
 
 def test_label_smoothing_with_accumulation_matches_one_large_batch():
-    """With a smoother that counts the labels of a step, and with one that does not."""
+    """With a label smoother that counts the labels of the step, and with one that does not."""
     case = BY_NAME["causal LM, label smoothing"]
     large = {**case.arguments, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
     made = [
@@ -114,7 +114,7 @@ def with_model(case):
     return parity.Case(case.name, lambda: without_dropout(case.model), case.rows, case.arguments, case.trainer)
 
 
-# --- what it takes ----------------------------------------------------------------------------------------------------
+# --- accepted arguments -----------------------------------------------------------------------------------------------
 
 
 def test_trainer_inherits_nothing_from_transformers_trainer():
@@ -165,11 +165,11 @@ def test_iterable_dataset_is_repeated_until_max_steps(tmp_path):
 
 
 def test_empty_iterable_dataset_stops_with_a_warning(tmp_path):
-    class Nothing(IterableDataset):
+    class EmptyStream(IterableDataset):
         def __iter__(self):
             return iter(())
 
-    assert make_trainer(tmp_path, train=Nothing(), max_steps=5).train().global_step == 0
+    assert make_trainer(tmp_path, train=EmptyStream(), max_steps=5).train().global_step == 0
 
 
 def test_collator_is_derived_from_processing_class(tmp_path, recwarn):
@@ -208,7 +208,7 @@ def test_given_optimizers_are_used(tmp_path):
     assert by_class.optimizer.param_groups[0]["initial_lr"] == 0.7
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- rejected arguments -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_tokens_are_counted_on_request(tmp_path):
 def test_tokens_are_counted_up_to_an_evaluation_and_a_checkpoint_between_two_logs(tmp_path):
     seen = []
 
-    class Reader(transformers.TrainerCallback):
+    class TokenReader(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             seen.append(state.num_input_tokens_seen)
 
     trainer = make_trainer(
         tmp_path, model=gpt2(), train=text_rows(8), num_train_epochs=1, logging_steps=4,
         per_device_train_batch_size=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
-        include_num_input_tokens_seen=True, trainer={"callbacks": [Reader()], "eval_dataset": text_rows(2)},
+        include_num_input_tokens_seen=True, trainer={"callbacks": [TokenReader()], "eval_dataset": text_rows(2)},
     )  # fmt: skip
     trainer.train()
     evaluation = next(log for log in trainer.state.log_history if "eval_loss" in log)
@@ -435,7 +435,7 @@ def test_model_split_over_devices_is_rejected(tmp_path):
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **small))
-    model._tp_size = 2  # as from_pretrained(tp_plan="auto") leaves it
+    model._tp_size = 2  # as after from_pretrained(tp_plan="auto")
     with pytest.raises(ValueError, match="over 2 processes"):
         Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True))
 
@@ -474,7 +474,7 @@ def test_non_finite_step_is_skipped_reported_and_not_logged(tmp_path, monkeypatc
 
 
 def test_out_of_memory_halves_micro_batches_and_keeps_the_step(tmp_path):
-    class Full(transformers.TrainerCallback):
+    class OutOfMemory(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.train_batch_size >= 16:
                 raise RuntimeError("CUDA out of memory.")
@@ -484,18 +484,18 @@ def test_out_of_memory_halves_micro_batches_and_keeps_the_step(tmp_path):
         trainer.train()
         return trainer
 
-    halved = made([Full()], per_device_train_batch_size=16, auto_find_batch_size=True)
+    halved = made([OutOfMemory()], per_device_train_batch_size=16, auto_find_batch_size=True)
     assert halved._train_batch_size == 8
     assert losses(halved) == pytest.approx(losses(made([], per_device_train_batch_size=16)), rel=1e-5)
 
 
 def test_out_of_memory_is_reported_without_auto_find_batch_size(tmp_path):
-    class Full(transformers.TrainerCallback):
+    class OutOfMemory(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise RuntimeError("CUDA out of memory.")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        make_trainer(tmp_path, trainer={"callbacks": [Full()]}).train()
+        make_trainer(tmp_path, trainer={"callbacks": [OutOfMemory()]}).train()
 
 
 def test_embedding_noise_is_removed_after_training(tmp_path):
@@ -529,7 +529,7 @@ def test_classification_is_learned(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0] / 2
 
 
-# --- small words ------------------------------------------------------------------------------------------------------
+# --- other methods ----------------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_printed_and_saved(tmp_path, capsys):
@@ -549,7 +549,7 @@ def test_metrics_are_printed_and_saved(tmp_path, capsys):
 @pytest.mark.parametrize("name", [*UNSUPPORTED, "Trainers"])
 def test_unavailable_name_is_rejected_with_an_alternative(name):
     with pytest.raises(ImportError, match=name) as refused:
-        exec(f"from burnish import {name}")  # as a script writes it
+        exec(f"from burnish import {name}")  # as in a script
     message = str(refused.value)
     assert "{" not in message
     assert name == "Trainers" or "cannot import name" not in message
@@ -721,7 +721,7 @@ def test_hyperparameter_search_prunes_trials_and_separates_their_files(tmp_path)
     assert (best.run_id, best.objective) == (str(finished.number), finished.value)
     assert (tmp_path / f"trial-{finished.number}" / "checkpoint-8").is_dir()
     assert not trainer.is_in_train
-    trainer.train()  # outside of the search again
+    trainer.train()  # after the search
     assert not trainer.state.is_hyper_param_search
     assert (tmp_path / "checkpoint-8").is_dir()
 

@@ -32,9 +32,7 @@ def test_every_field_exists_with_its_type_and_default(kind, listed):
         name, field = spec["name"], own[spec["name"]]
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         assert (type(default), default) == (type(spec["default"]), spec["default"]), name
-        if (
-            name != "parallelism_config"
-        ):  # accelerate's class, behind whose door the face is not; refused whatever it is
+        if name != "parallelism_config":  # accelerate's class, which burnish does not replace; every value is rejected
             assert str(types[name]).replace("typing.", "") == spec["type"], name
 
 
@@ -76,11 +74,11 @@ def test_unknown_argument_name_is_rejected():
 
 def test_deprecated_names_work_in_a_subclass():
     @dataclasses.dataclass
-    class Mine(TrainingArguments):
+    class CustomArguments(TrainingArguments):
         extra: int = 3
 
     with pytest.warns(FutureWarning):
-        args = Mine("out", no_cuda=True, extra=4)
+        args = CustomArguments("out", no_cuda=True, extra=4)
     assert args.use_cpu
     assert args.extra == 4
 
@@ -166,12 +164,12 @@ def test_setters_and_subclasses_validate_like_the_constructor():
         arguments("out").set_training(batch_size=0)
 
     @dataclasses.dataclass
-    class Mine(TrainingArguments):
+    class CustomArguments(TrainingArguments):
         depth: int = -3
 
-    assert Mine("out", use_cpu=True).depth == -3
+    assert CustomArguments("out", use_cpu=True).depth == -3
     with pytest.raises(ValueError, match="`gradient_accumulation_steps`"):
-        Mine("out", gradient_accumulation_steps=0)
+        CustomArguments("out", gradient_accumulation_steps=0)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_number_that_transformers_treats_as_none_is_accepted(options):
 
 
 def test_number_can_be_given_as_text():
-    """A YAML file that a script reads says 1e-4 in a way that YAML takes for text."""
+    """YAML parses 1e-4 in a config file of a script as text."""
     args = arguments("out", learning_rate="1e-4", per_device_train_batch_size="4", max_steps=1e3)
     assert (args.learning_rate, args.per_device_train_batch_size, args.max_steps) == (1e-4, 4, 1000)
     assert type(args.max_steps) is int
@@ -283,19 +281,19 @@ def test_output_dir_has_a_default():
 
 @pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
 def test_flags_match_transformers(name):
-    """Names, defaults, choices, and which flags may stand without a value; of what the parser derives from a field."""
+    """Compare names, defaults, choices, and which flags need no value, as derived from the fields by the parser."""
 
     def flags(library):
         actions = HfArgumentParser(getattr(library, name))._actions
         return {action.dest: action for action in actions if action.dest != "help"}
 
     ours, theirs = flags(burnish), flags(transformers)
-    is_newest = "activation_checkpointing" in theirs  # 5.23; before, some had other defaults and fewer choices
+    is_newest = "activation_checkpointing" in theirs  # in 5.23; earlier versions have other defaults and fewer choices
     for flag, action in theirs.items():
         own = ours[flag]
         assert set(action.option_strings) <= set(own.option_strings), flag
         assert own.help, flag
-        if flag != "ddp_backend":  # torch knows which there are
+        if flag != "ddp_backend":  # the choices depend on torch
             taken, known = set(own.choices or ()), set(action.choices or ())
             assert taken == known if is_newest else taken >= known, flag
         same = ("default", "nargs", "const") if is_newest else ("nargs", "const")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.run
 
 
 def recorder(base):
-    """A callback of either library that writes down every event, what came with it, and the flags as they stood."""
+    """Return a callback class of either library that records events, their arguments, and the control flags."""
 
     def write(name):
         def event(self, args, state, control, **kwargs):
@@ -26,12 +26,12 @@ def recorder(base):
 
         return event
 
-    made = type("Recorder", (base,), {name: write(name) for name in EVENTS})
-    made.seen = []
-    return made
+    recorder_class = type("Recorder", (base,), {name: write(name) for name in EVENTS})
+    recorder_class.seen = []
+    return recorder_class
 
 
-SCENES = {
+CASES = {
     "the usual": {"max_steps": 4},
     "accumulation, everything due": {
         "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 2,
@@ -48,17 +48,17 @@ SCENES = {
 
 # eval_loss, the metric of "the best", is not a metric of two sets.
 @pytest.mark.parametrize(
-    ("scene", "sets"),
+    ("case", "sets"),
     [
         pytest.param(
-            scene, sets, marks=() if sets == "one set" and scene in ("the usual", "the best") else pytest.mark.slow
+            case, sets, marks=() if sets == "one set" and case in ("the usual", "the best") else pytest.mark.slow
         )
-        for scene in SCENES
+        for case in CASES
         for sets in ("one set", "two sets")
-        if (scene, sets) != ("the best", "two sets")
+        if (case, sets) != ("the best", "two sets")
     ],
 )
-def test_events_and_their_arguments_match_transformers(tmp_path, scene, sets):
+def test_events_and_their_arguments_match_transformers(tmp_path, case, sets):
     recorded = []
     for trainer_class, make_arguments, base in (
         (Trainer, arguments, burnish.TrainerCallback),
@@ -66,7 +66,7 @@ def test_events_and_their_arguments_match_transformers(tmp_path, scene, sets):
     ):
         callback = recorder(base)
         options = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no",
-                   "learning_rate": 0.1, **SCENES[scene]}  # fmt: skip
+                   "learning_rate": 0.1, **CASES[case]}  # fmt: skip
         eval_set = points(5) if sets == "one set" else {"a": points(3), "b": points(4)}
         trainer = trainer_class(
             Regression(), make_arguments(tmp_path / trainer_class.__module__, **options), train_dataset=points(),
@@ -117,18 +117,18 @@ def test_progress_display_matches_transformers(tmp_path, capsys):
 
 
 def test_callbacks_are_added_and_removed_by_class_or_instance(tmp_path):
-    class Mine(burnish.TrainerCallback):
+    class CustomCallback(burnish.TrainerCallback):
         pass
 
     trainer = make_trainer(tmp_path)
-    mine = Mine()
-    trainer.add_callback(mine)
-    assert mine in trainer.callback_handler.callbacks
-    assert trainer.pop_callback(Mine) is mine
-    assert trainer.pop_callback(Mine) is None
-    trainer.add_callback(Mine)
-    trainer.remove_callback(Mine)
-    assert not any(isinstance(callback, Mine) for callback in trainer.callback_handler.callbacks)
+    instance = CustomCallback()
+    trainer.add_callback(instance)
+    assert instance in trainer.callback_handler.callbacks
+    assert trainer.pop_callback(CustomCallback) is instance
+    assert trainer.pop_callback(CustomCallback) is None
+    trainer.add_callback(CustomCallback)
+    trainer.remove_callback(CustomCallback)
+    assert not any(isinstance(callback, CustomCallback) for callback in trainer.callback_handler.callbacks)
     for flow in (DefaultFlowCallback, burnish.loop.events.DefaultFlowCallback):
         trainer = make_trainer(tmp_path)
         trainer.remove_callback(flow)
@@ -143,23 +143,23 @@ def test_second_callback_of_same_class_gives_a_warning(tmp_path, monkeypatch):
 
 
 def test_control_returned_by_callback_replaces_the_current_one(tmp_path):
-    class Another(burnish.TrainerCallback):
+    class ReplaceControl(burnish.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             return TrainerControl(should_training_stop=state.global_step == 3)
 
-    trainer = make_trainer(tmp_path, trainer={"callbacks": [Another()]})
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [ReplaceControl()]})
     assert trainer.train().global_step == 3
     assert trainer.control is trainer.callback_handler.control
 
 
 def test_run_whose_epochs_are_ended_early_ends_after_its_epochs(tmp_path):
-    class Short:
+    class EndEpochs:
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step % 2 == 0
 
     results = []
     for library, options in ((burnish, arguments), (transformers, transformers_arguments)):
-        callback = type("Mine", (Short, library.TrainerCallback), {})()
+        callback = type("Mine", (EndEpochs, library.TrainerCallback), {})()
         args = options(tmp_path, num_train_epochs=2, per_device_train_batch_size=2)
         trainer = library.Trainer(Regression(), args, train_dataset=points(16), callbacks=[callback])
         results.append((trainer.train().global_step, round(trainer.state.epoch, 4)))
@@ -196,11 +196,11 @@ def test_event_can_be_fired_by_a_script(tmp_path):
 def test_callback_receives_the_parts_of_the_run(tmp_path):
     parts = {}
 
-    class Look(burnish.TrainerCallback):
+    class ReadArguments(burnish.TrainerCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             parts.update(kwargs)
 
-    trainer = make_trainer(tmp_path, max_steps=1, trainer={"callbacks": [Look()]})
+    trainer = make_trainer(tmp_path, max_steps=1, trainer={"callbacks": [ReadArguments()]})
     trainer.train()
     assert parts["model"] is trainer.model
     assert parts["optimizer"] is trainer.optimizer
@@ -209,12 +209,12 @@ def test_callback_receives_the_parts_of_the_run(tmp_path):
 
 
 def test_callback_can_change_model_between_steps(tmp_path):
-    class Reset(burnish.TrainerCallback):
+    class ResetWeights(burnish.TrainerCallback):
         def on_optimizer_step(self, args, state, control, model=None, **kwargs):
             with torch.no_grad():
                 model.a.fill_(7.0)
 
-    trainer = make_trainer(tmp_path, trainer={"callbacks": [Reset()]})
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [ResetWeights()]})
     trainer.train()
     assert weights(trainer)["a"] == 7
 

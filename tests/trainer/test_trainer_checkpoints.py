@@ -55,7 +55,7 @@ def without_times(trainer):
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.parametrize("grouped", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}])
 def test_resumed_run_is_bitwise_equal(tmp_path, step, grouped):
-    """With dropout, in the first epoch and in the second, at a batch that is not the epoch's first."""
+    """With dropout, resumed within the first epoch and within the second."""
     whole = trained(tmp_path / "a", **grouped)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
     resumed = trained(tmp_path / "b", resume=True, **grouped)
@@ -64,9 +64,9 @@ def test_resumed_run_is_bitwise_equal(tmp_path, step, grouped):
 
 
 def test_background_save_is_finished_when_the_run_fails(tmp_path, monkeypatch):
-    """Otherwise the next run in this folder would meet a writer that is still at work."""
+    """Otherwise the next run in this folder could find an active writer."""
 
-    class Fails(transformers.TrainerCallback):
+    class FailingCallback(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 3:
                 raise RuntimeError("the script fails")
@@ -78,7 +78,7 @@ def test_background_save_is_finished_when_the_run_fails(tmp_path, monkeypatch):
         return whole(*arguments, **options)
 
     monkeypatch.setattr(checkpoint, "write_manifest", slow)
-    trainer = make_trainer(tmp_path, trainer={"callbacks": [Fails()]}, save_in_background=True, **SAVED)
+    trainer = make_trainer(tmp_path, trainer={"callbacks": [FailingCallback()]}, save_in_background=True, **SAVED)
     with pytest.raises(RuntimeError, match="the script fails"):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
@@ -93,20 +93,20 @@ def test_run_resumes_at_last_step_of_an_epoch(tmp_path):
 
 
 def test_custom_shuffled_dataloader_resumes_at_its_position(tmp_path):
-    """Its order comes from the global generator, which is put back to where the epoch began."""
+    """Its order comes from the global generator, whose state at the start of the epoch is restored."""
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def get_train_dataloader(self):
             return DataLoader(text_rows(), batch_size=4, shuffle=True, collate_fn=self.data_collator)
 
-    whole = trained(tmp_path / "a", kind=Own)
+    whole = trained(tmp_path / "a", kind=CustomTrainer)
     shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
-    resumed = trained(tmp_path / "b", resume=True, kind=Own)
+    resumed = trained(tmp_path / "b", resume=True, kind=CustomTrainer)
     assert same(weights(whole), weights(resumed))
 
 
-class PythonOrder(Sampler):
-    """An order from Python's or numpy's generator."""
+class ShuffledSampler(Sampler):
+    """A sampler that uses Python's or numpy's generator."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -123,22 +123,22 @@ class PythonOrder(Sampler):
 @pytest.mark.parametrize("step", representative_slow([3, 6, 8], 1))
 @pytest.mark.parametrize("order", ["generator of the loader", "generator of a sampler", "python", "numpy"])
 def test_orders_from_other_generators_resume_at_their_position(tmp_path, order, step):
-    """In the middle of an epoch, in the first one and in the second, and between them."""
+    """Resumed in the first epoch, in the second, and between them."""
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def get_train_dataloader(self):
             own = torch.Generator().manual_seed(5)
             ways = {
                 "generator of the loader": {"shuffle": True, "generator": own},
                 "generator of a sampler": {"sampler": RandomSampler(text_rows(), generator=own)},
-                "python": {"sampler": PythonOrder(random.shuffle)},
-                "numpy": {"sampler": PythonOrder(np.random.shuffle)},
+                "python": {"sampler": ShuffledSampler(random.shuffle)},
+                "numpy": {"sampler": ShuffledSampler(np.random.shuffle)},
             }
             return DataLoader(text_rows(), batch_size=4, collate_fn=self.data_collator, **ways[order])
 
-    whole = trained(tmp_path / "a", kind=Own, save_steps=1)
+    whole = trained(tmp_path / "a", kind=CustomTrainer, save_steps=1)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
-    resumed = trained(tmp_path / "b", resume=True, kind=Own, save_steps=1)
+    resumed = trained(tmp_path / "b", resume=True, kind=CustomTrainer, save_steps=1)
     assert same(weights(whole), weights(resumed))
 
 
@@ -158,8 +158,8 @@ def test_rows_without_length_resume_at_their_position(tmp_path):
     assert same(weights(whole), weights(trained(tmp_path / "b", resume=True, train=Rows())))
 
 
-class Counting(IterableDataset):
-    """A stream of a user, which says where it stands. Counts the rows that are read of it."""
+class StatefulStream(IterableDataset):
+    """A stream with a saved position. Counts the rows that are read."""
 
     def __init__(self):
         self.rows, self.at, self.read = text_rows(32), 0, 0
@@ -183,8 +183,8 @@ class Counting(IterableDataset):
                 yield row
 
     def of_datasets(self):
-        made = datasets.IterableDataset.from_generator(self.of_shards, gen_kwargs={"shards": [0, 1, 2, 3]})
-        return made.with_format("torch").map(lambda row: row)
+        dataset = datasets.IterableDataset.from_generator(self.of_shards, gen_kwargs={"shards": [0, 1, 2, 3]})
+        return dataset.with_format("torch").map(lambda row: row)
 
     def shuffled(self):
         return self.of_datasets().shuffle(seed=3, buffer_size=6)
@@ -196,14 +196,14 @@ STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, 
 @pytest.mark.parametrize("kind", ["__call__", "of_datasets", "shuffled"])
 @pytest.mark.parametrize("step", representative_slow([12, 3], 1))
 def test_stateful_stream_resumes_from_its_state(tmp_path, kind, step):
-    """Four rows to a step, 32 to an epoch: step 3 stands in the second shard of eight, step 12 in the second epoch.
-    What a shuffle buffer holds is in no state, so such a stream is read again, and all end in the same bits."""
+    """Four rows per step, 32 per epoch: step 3 is in the second of four shards, step 12 in the second epoch. The state
+    does not contain the shuffle buffer, so a shuffled stream is reread. All runs are bitwise equal."""
 
     def stream(source):
         return source if kind == "__call__" else getattr(source, kind)()
 
-    source = Counting()
-    whole = trained(tmp_path / "a", train=stream(Counting()), **STREAMED)
+    source = StatefulStream()
+    whole = trained(tmp_path / "a", train=stream(StatefulStream()), **STREAMED)
     shutil.copytree(tmp_path / "a" / f"checkpoint-{step}", tmp_path / "b" / f"checkpoint-{step}")
     resumed = trained(tmp_path / "b", resume=True, train=stream(source), **STREAMED)
     assert same(weights(whole), weights(resumed))
@@ -212,7 +212,7 @@ def test_stateful_stream_resumes_from_its_state(tmp_path, kind, step):
 
 
 def test_stream_with_unserializable_state_is_read_again(tmp_path):
-    class Odd(Counting):
+    class Odd(StatefulStream):
         def state_dict(self):
             return {"at": object()}
 
@@ -283,10 +283,10 @@ def test_tokenizer_of_the_collator_is_saved(tmp_path):
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")) == 4
 
 
-# --- there and back ---------------------------------------------------------------------------------------------------
+# --- exchange with transformers ---------------------------------------------------------------------------------------
 
 
-def theirs(folder, resume=None, model=None, **options):
+def train_with_transformers(folder, resume=None, model=None, **options):
     args = transformers_arguments(folder, **{"per_device_train_batch_size": 4, "logging_steps": 1, **SAVED, **options})
     trainer = transformers.Trainer(gpt2() if model is None else model, args, train_dataset=text_rows())
     trainer.remove_callback(PrinterCallback)
@@ -295,12 +295,11 @@ def theirs(folder, resume=None, model=None, **options):
 
 
 def test_transformers_checkpoint_resumes_in_burnish(tmp_path):
-    whole = theirs(tmp_path / "theirs")
+    whole = train_with_transformers(tmp_path / "theirs")
     shutil.copytree(tmp_path / "theirs" / "checkpoint-3", tmp_path / "ours" / "checkpoint-3")
     resumed = trained(tmp_path / "ours", resume=True)
     assert resumed.state.global_step == 9
-    # Its generator is where transformers left it, one draw before where this loader leaves it: dropout differs a
-    # little. Everything else is the same run.
+    # Only dropout differs a little, because the generator of transformers is one draw behind at this step.
     assert losses(resumed)[:3] == losses(whole)[:3]
     assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
     rates = [entry["learning_rate"] for entry in whole.state.log_history[:9]]
@@ -311,7 +310,7 @@ def test_burnish_checkpoint_resumes_in_transformers_on_request(tmp_path):
     whole = trained(tmp_path / "ours", save_hf_format=True)
     assert (tmp_path / "ours" / "checkpoint-3" / "optimizer.pt").is_file()
     shutil.copytree(tmp_path / "ours" / "checkpoint-3", tmp_path / "theirs" / "checkpoint-3")
-    resumed = theirs(tmp_path / "theirs", resume=True)
+    resumed = train_with_transformers(tmp_path / "theirs", resume=True)
     assert losses(resumed) == pytest.approx(losses(whole), rel=0.05)
     assert resumed.state.global_step == 9
 
@@ -319,7 +318,10 @@ def test_burnish_checkpoint_resumes_in_transformers_on_request(tmp_path):
 @pytest.mark.slow
 def test_adapter_checkpoints_resume_in_both_directions(tmp_path):
     lora = parity.seeded(parity.with_lora)
-    for begins, is_resuming, more in ((theirs, trained, {}), (trained, theirs, {"save_hf_format": True})):
+    for begins, is_resuming, more in (
+        (train_with_transformers, trained, {}),
+        (trained, train_with_transformers, {"save_hf_format": True}),
+    ):
         first, second = tmp_path / begins.__name__, tmp_path / f"{is_resuming.__name__} goes on"
         whole = begins(first, model=lora(), **more)
         shutil.copytree(first / "checkpoint-3", second / "checkpoint-3")
@@ -333,13 +335,13 @@ def test_adapter_checkpoints_resume_in_both_directions(tmp_path):
 
 
 def test_transformers_checkpoint_without_optimizer_reports_reset_parts(tmp_path, library_log):
-    theirs(tmp_path, save_only_model=True)
+    train_with_transformers(tmp_path, save_only_model=True)
     trainer = make_trainer(tmp_path, model=gpt2(), train=text_rows(), **SAVED)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert "not restored" in library_log.text
 
 
-# --- which checkpoint -------------------------------------------------------------------------------------------------
+# --- selection of the checkpoint --------------------------------------------------------------------------------------
 
 
 def test_missing_checkpoint_is_reported(tmp_path):
@@ -403,13 +405,13 @@ def test_changed_intervals_and_more_steps_apply_after_resume(tmp_path):
 def test_ignore_data_skip_restarts_the_data(tmp_path):
     recorded = []
 
-    class Watched(Trainer):
+    class BatchRecorder(Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             recorded.append(float(inputs["x"][0]))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def made(**options):
-        return make_trainer(tmp_path, Watched, num_train_epochs=1, save_strategy="steps", save_steps=3, **options)
+        return make_trainer(tmp_path, BatchRecorder, num_train_epochs=1, save_strategy="steps", save_steps=3, **options)
 
     made().train()
     first = recorded.copy()
@@ -421,7 +423,7 @@ def test_ignore_data_skip_restarts_the_data(tmp_path):
 # --- best, rotation, state --------------------------------------------------------------------------------------------
 
 
-def judged(folder, **options):
+def train_with_metric(folder, **options):
     values = iter([3.0, 1.0, 2.0, 4.0])
     trainer = make_trainer(
         folder, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
@@ -433,7 +435,7 @@ def judged(folder, **options):
 
 
 def test_best_weights_are_loaded_at_the_end(tmp_path):
-    trainer = judged(tmp_path)
+    trainer = train_with_metric(tmp_path)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     from safetensors.torch import load_file
 
@@ -442,7 +444,7 @@ def test_best_weights_are_loaded_at_the_end(tmp_path):
 
 
 def test_checkpoint_at_last_step_of_an_epoch_can_be_the_best(tmp_path):
-    """It is saved when the step ends, and evaluated when the epoch does."""
+    """It is saved at the end of the step, and evaluated at the end of the epoch."""
     trainer = make_trainer(
         tmp_path, eval_strategy="epoch", save_strategy="steps", save_steps=1, metric_for_best_model="loss",
         num_train_epochs=2, learning_rate=0.01, trainer={"eval_dataset": points(3)},
@@ -453,12 +455,12 @@ def test_checkpoint_at_last_step_of_an_epoch_can_be_the_best(tmp_path):
 
 
 def test_save_total_limit_of_one_keeps_only_the_best(tmp_path):
-    judged(tmp_path, save_total_limit=1)
+    train_with_metric(tmp_path, save_total_limit=1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_save_total_limit_of_zero_keeps_all(tmp_path):
-    """transformers takes 0 and less for no limit."""
+    """In transformers, 0 and negative values mean no limit."""
     trained(tmp_path, save_steps=1, save_total_limit=0, max_steps=3)
     assert len(list(tmp_path.glob("checkpoint-*"))) == 3
 
@@ -490,24 +492,24 @@ def test_callback_states_are_restored_on_request(tmp_path):
 
 
 def test_two_trainers_cannot_write_into_one_folder(tmp_path):
-    class Second(transformers.TrainerCallback):
+    class StartSecondTrainer(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             with pytest.raises(UserError, match="another run is writing"):
                 make_trainer(tmp_path, save_strategy="steps").train()
             control.should_training_stop = True
 
-    make_trainer(tmp_path, save_strategy="steps", trainer={"callbacks": [Second()]}).train()
+    make_trainer(tmp_path, save_strategy="steps", trainer={"callbacks": [StartSecondTrainer()]}).train()
 
 
 def test_termination_signal_saves_a_checkpoint(tmp_path):
-    class Told(transformers.TrainerCallback):
+    class StopRequested(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(tmp_path, max_steps=9, save_strategy="steps", save_steps=100, enable_jit_checkpoint=True,
-                           trainer={"callbacks": [Told()]})  # fmt: skip
+                           trainer={"callbacks": [StopRequested()]})  # fmt: skip
     trainer.train()
     assert trainer.state.global_step == 5
     assert (tmp_path / "checkpoint-5" / "model.safetensors").is_file()
@@ -545,11 +547,11 @@ def test_signal_handled_by_the_script_is_left_to_it(tmp_path):
 
 
 def test_callback_can_request_a_checkpoint(tmp_path):
-    class Now(transformers.TrainerCallback):
+    class SaveNow(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_save = state.global_step == 2
 
-    make_trainer(tmp_path, max_steps=3, trainer={"callbacks": [Now()]}).train()
+    make_trainer(tmp_path, max_steps=3, trainer={"callbacks": [SaveNow()]}).train()
     assert (tmp_path / "checkpoint-2").is_dir()
 
 

@@ -18,9 +18,9 @@ def accuracy(prediction: EvalPrediction):
 
 
 def evaluated(folder, rows=7, eval_set=None, trainer=None, **options):
-    made = make_trainer(folder, model=Regression(1.5, 2.5), per_device_eval_batch_size=3,
-                        trainer={"eval_dataset": eval_set or points(rows), **(trainer or {})}, **options)  # fmt: skip
-    return made, made.evaluate()
+    result = make_trainer(folder, model=Regression(1.5, 2.5), per_device_eval_batch_size=3,
+                          trainer={"eval_dataset": eval_set or points(rows), **(trainer or {})}, **options)  # fmt: skip
+    return result, result.evaluate()
 
 
 def test_loss_is_mean_over_dataset_and_metrics_have_their_prefix(tmp_path):
@@ -63,14 +63,14 @@ def test_decoder_that_does_not_shift_its_labels_has_its_own_loss(name, tmp_path)
     model, rows = decoder(name), text_rows(6)
     with torch.no_grad():
         own = [model(**{key: torch.as_tensor(value)[None] for key, value in row.items()}).loss for row in rows]
-    made = make_trainer(tmp_path, model=model, per_device_eval_batch_size=2)
+    trainer = make_trainer(tmp_path, model=model, per_device_eval_batch_size=2)
     counts = torch.tensor([sum(label != -100 for label in row["labels"]) for row in rows])
     expected = (torch.stack(own) * counts).sum() / counts.sum()
-    assert made.evaluate(rows)["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
 class TinyForCTC(torch.nn.Module):
-    """A loss that is a mean over rows, although the labels of a row are a sequence."""
+    """A model whose loss is a mean over rows, although labels are sequences."""
 
     def __init__(self):
         super().__init__()
@@ -88,35 +88,35 @@ def rows_of_ctc(count):
 
 
 def test_rows_of_ctc_have_the_same_weight(tmp_path):
-    """However long their labels are, in evaluations and in the micro-batches of a step."""
+    """Independent of the length of their labels, in evaluations and in micro-batches."""
     for size in (1, 3, 6):
-        made = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=size)
-        assert made.evaluate(rows_of_ctc(6))["eval_loss"] == pytest.approx(2.5)
+        trainer = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=size)
+        assert trainer.evaluate(rows_of_ctc(6))["eval_loss"] == pytest.approx(2.5)
     trained = []
     for size, count in ((6, 1), (2, 3)):
-        made = make_trainer(
+        trainer = make_trainer(
             tmp_path, model=TinyForCTC(), train=rows_of_ctc(6), per_device_train_batch_size=size,
             gradient_accumulation_steps=count, max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0,
         )  # fmt: skip
-        made.train()
-        trained.append(made.model.weight.item())
+        trainer.train()
+        trained.append(trainer.model.weight.item())
     assert trained == pytest.approx([1 - 0.1 * 2.5] * 2)
 
 
 def test_scalar_outputs_of_one_process_stay_scalars(tmp_path):
-    made = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=3, eval_do_concat_batches=False)
-    output = made.predict(rows_of_ctc(6))
+    trainer = make_trainer(tmp_path, model=TinyForCTC(), per_device_eval_batch_size=3, eval_do_concat_batches=False)
+    output = trainer.predict(rows_of_ctc(6))
     assert [[value.shape for value in batch] for batch in output.predictions] == [[(3,), ()]] * 2
 
 
 def test_epoch_is_0_until_first_step_has_ended(tmp_path):
     recorded = []
 
-    class Watch(TrainerCallback):
+    class ReadEpoch(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             recorded.append(state.epoch)
 
-    trainer = make_trainer(tmp_path, max_steps=2, trainer={"eval_dataset": points(5), "callbacks": [Watch]})
+    trainer = make_trainer(tmp_path, max_steps=2, trainer={"eval_dataset": points(5), "callbacks": [ReadEpoch]})
     assert trainer.evaluate()["epoch"] == trainer.state.epoch == 0
     trainer.train()
     assert recorded == [0, 1 / 6]
@@ -199,10 +199,10 @@ def test_metrics_can_include_inputs_and_losses(tmp_path):
         recorded.update(inputs=prediction.inputs, losses=prediction.losses)
         return {}
 
-    class Named(Regression):
+    class NamedInputs(Regression):
         main_input_name = "x"
 
-    make_trainer(tmp_path, model=Named(), include_for_metrics=["inputs", "loss"],
+    make_trainer(tmp_path, model=NamedInputs(), include_for_metrics=["inputs", "loss"],
                  trainer={"eval_dataset": points(5), "compute_metrics": compute}).evaluate()  # fmt: skip
     assert recorded["inputs"].tolist() == [float(row["x"]) for row in points(5)]
     assert recorded["losses"].shape == (5,)
@@ -247,7 +247,7 @@ def test_standalone_evaluation_can_run_in_half_precision(tmp_path):
 
 
 def test_model_is_in_eval_mode_during_evaluation(tmp_path):
-    class Watched(Trainer):
+    class ModeRecorder(Trainer):
         def prediction_step(self, model, *args, **kwargs):
             assert not model.training
             return super().prediction_step(model, *args, **kwargs)
@@ -257,7 +257,7 @@ def test_model_is_in_eval_mode_during_evaluation(tmp_path):
             return super().compute_loss(model, *args, **kwargs)
 
     modes = []
-    trainer = make_trainer(tmp_path, Watched, model=Regression(dropout=0.5), max_steps=3, eval_strategy="steps",
+    trainer = make_trainer(tmp_path, ModeRecorder, model=Regression(dropout=0.5), max_steps=3, eval_strategy="steps",
                            eval_steps=1, trainer={"eval_dataset": points(4)})  # fmt: skip
     trainer.train()
     assert modes == [True, False] * 3

@@ -66,13 +66,17 @@ def test_checkpoints_are_pushed_according_to_hub_strategy(hub, tmp_path, strateg
     assert {name.rpartition("/")[0] for name in hub.files()} == folders
     assert all(message.startswith("Training in progress, step ") for message, _ in hub.commits)
     for folder in folders:
-        there = {name.rpartition("/")[2] for name in hub.files() if name.rpartition("/")[0] == folder}
-        assert "model.safetensors" in there
-        assert {"optimizer.safetensors", "manifest.json"} <= there if folder else "optimizer.safetensors" not in there
+        pushed_files = {name.rpartition("/")[2] for name in hub.files() if name.rpartition("/")[0] == folder}
+        assert "model.safetensors" in pushed_files
+        assert (
+            {"optimizer.safetensors", "manifest.json"} <= pushed_files
+            if folder
+            else "optimizer.safetensors" not in pushed_files
+        )
 
 
 def test_removed_checkpoint_is_pushed_completely(hub, tmp_path):
-    """save_total_limit removes it while its push has not read the files yet."""
+    """save_total_limit removes it before its push has read the files."""
     out = tmp_path / "out"
     left = out / ".incomplete-upload-killed"
     left.mkdir(parents=True)

@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 
 
 class Movable:
-    """A batch of a script's own class, and how it is moved."""
+    """A custom batch class that records how it is moved."""
 
     def __init__(self, x, labels, moves=0):
         self.x, self.labels, self.moves = x, labels, moves
@@ -86,7 +86,7 @@ BATCHES = {
 def test_compute_loss_receives_batch_class_of_the_collator(kind, tmp_path):
     recorded = []
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             recorded.append(inputs)
             result = inputs["pair"] if isinstance(inputs, dict) and "pair" in inputs else inputs
@@ -107,37 +107,37 @@ def test_compute_loss_receives_batch_class_of_the_collator(kind, tmp_path):
         return BATCHES[kind](*stacked)
 
     options = {"remove_unused_columns": False, "max_steps": 2, "gradient_accumulation_steps": 2}
-    ours = make_trainer(tmp_path, Own, trainer={"data_collator": collate}, **options)
+    ours = make_trainer(tmp_path, CustomTrainer, trainer={"data_collator": collate}, **options)
     ours.train()
     assert all(type(batch) is type(BATCHES[kind](torch.ones(1), torch.ones(1))) for batch in recorded)
     assert losses(ours) == pytest.approx(losses(trained(tmp_path, max_steps=2, gradient_accumulation_steps=2)))
 
 
 def test_compute_loss_mean_is_weighted_by_its_share_of_the_step(tmp_path):
-    class Absolute(Trainer):
+    class AbsoluteError(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(inputs["x"])
             loss = (outputs["logits"] - inputs["labels"]).abs().mean()
             return (loss, outputs) if return_outputs else loss
 
-    cut = trained(tmp_path, Absolute, per_device_train_batch_size=3, gradient_accumulation_steps=2, optim="sgd")
-    whole = trained(tmp_path, Absolute, per_device_train_batch_size=6, optim="sgd")
+    cut = trained(tmp_path, AbsoluteError, per_device_train_batch_size=3, gradient_accumulation_steps=2, optim="sgd")
+    whole = trained(tmp_path, AbsoluteError, per_device_train_batch_size=6, optim="sgd")
     assert losses(cut) == pytest.approx(losses(whole))
     assert losses(cut) != pytest.approx(losses(trained(tmp_path, per_device_train_batch_size=6, optim="sgd")))
 
 
 def test_compute_loss_with_legacy_signature_works(tmp_path):
-    class Old(Trainer):
+    class LegacySignature(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False):
             return super().compute_loss(model, inputs, return_outputs)
 
-    assert losses(trained(tmp_path, Old)) == losses(trained(tmp_path))
+    assert losses(trained(tmp_path, LegacySignature)) == losses(trained(tmp_path))
 
 
 def test_compute_loss_can_normalize_by_num_items_in_batch(tmp_path):
     recorded = []
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         loss_is_scaled_for_ga = True
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -147,12 +147,14 @@ def test_compute_loss_can_normalize_by_num_items_in_batch(tmp_path):
 
     def made(kind, **options):
         trainer = make_trainer(tmp_path, kind, per_device_train_batch_size=3, max_steps=4, optim="sgd", **options)
-        trainer.model_accepts_loss_kwargs = kind is Own
+        trainer.model_accepts_loss_kwargs = kind is CustomTrainer
         trainer.train()
         return losses(trainer)
 
-    assert made(Own, gradient_accumulation_steps=2) == pytest.approx(made(Trainer, gradient_accumulation_steps=2))
-    assert recorded == [6, 6] * 3 + [4, 4]  # the items of the whole step; 22 rows leave 4 for the last
+    assert made(CustomTrainer, gradient_accumulation_steps=2) == pytest.approx(
+        made(Trainer, gradient_accumulation_steps=2)
+    )
+    assert recorded == [6, 6] * 3 + [4, 4]  # the items of the entire step; of 22 rows, the last step has 4
 
 
 def test_training_step_can_call_backward_itself(tmp_path):
@@ -181,7 +183,7 @@ def test_prediction_step_override_provides_predictions(tmp_path):
 def test_evaluation_loop_evaluate_and_predict_overrides_are_called(tmp_path):
     recorded = []
 
-    class Watched(Trainer):
+    class CallRecorder(Trainer):
         def evaluation_loop(self, dataloader, description, *args, **kwargs):
             recorded.append(description)
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
@@ -195,7 +197,8 @@ def test_evaluation_loop_evaluate_and_predict_overrides_are_called(tmp_path):
             recorded.append("predict")
             return super().predict(*args, **kwargs)
 
-    trainer = make_trainer(tmp_path, Watched, eval_strategy="steps", eval_steps=5, max_steps=5, save_strategy="best",
+    trainer = make_trainer(tmp_path, CallRecorder, eval_strategy="steps", eval_steps=5, max_steps=5,
+                           save_strategy="best",
                            metric_for_best_model="own", trainer={"eval_dataset": points(4)})  # fmt: skip
     trainer.train()
     assert recorded == ["Evaluation", "evaluate"]
@@ -207,7 +210,7 @@ def test_evaluation_loop_evaluate_and_predict_overrides_are_called(tmp_path):
 def test_get_train_dataloader_override_is_used_unchanged(tmp_path):
     rows, recorded = points(8), []
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def get_train_dataloader(self):
             return DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
 
@@ -215,13 +218,13 @@ def test_get_train_dataloader_override_is_used_unchanged(tmp_path):
             recorded.extend(inputs["x"].tolist())
             return super().training_step(model, inputs, num_items_in_batch)
 
-    trainer = trained(tmp_path, Own, num_train_epochs=1)
+    trainer = trained(tmp_path, CustomTrainer, num_train_epochs=1)
     assert recorded == [float(row["x"]) for row in rows]
     assert trainer.state.global_step == 3
 
 
 def test_get_eval_and_test_dataloader_and_num_examples_overrides(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def get_eval_dataloader(self, eval_dataset=None):
             return DataLoader(points(6), batch_size=2, collate_fn=self.data_collator)
 
@@ -233,7 +236,7 @@ def test_get_eval_and_test_dataloader_and_num_examples_overrides(tmp_path):
             return sizes[-1]
 
     sizes = []
-    trainer = make_trainer(tmp_path, Own)
+    trainer = make_trainer(tmp_path, CustomTrainer)
     trainer.evaluate(points(2))
     assert len(trainer.predict(points(2)).predictions) == 7
     assert sizes == [6, 7]
@@ -244,12 +247,12 @@ def test_get_train_sampler_override_determines_order(tmp_path):
         def _get_train_sampler(self, train_dataset=None):
             return SequentialSampler(self.train_dataset)
 
-    mine = trained(tmp_path, InOrder, num_train_epochs=1)
-    assert losses(mine) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
+    ordered = trained(tmp_path, InOrder, num_train_epochs=1)
+    assert losses(ordered) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
 
 
 def test_create_optimizer_and_create_scheduler_overrides(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def create_optimizer(self, model=None):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             return self.optimizer
@@ -258,23 +261,23 @@ def test_create_optimizer_and_create_scheduler_overrides(tmp_path):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             return self.lr_scheduler
 
-    trainer = trained(tmp_path, Own, max_steps=3)
+    trainer = trained(tmp_path, CustomTrainer, max_steps=3)
     assert [entry["learning_rate"] for entry in trainer.state.log_history[:3]] == [0.5, 0.25, 0.125]
     assert isinstance(trainer.optimizer, torch.optim.SGD)
 
 
 def test_create_optimizer_and_scheduler_override(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def create_optimizer_and_scheduler(self, num_training_steps):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / num_training_steps)
 
-    trainer = trained(tmp_path, Own, max_steps=4)
+    trainer = trained(tmp_path, CustomTrainer, max_steps=4)
     assert {entry["learning_rate"] for entry in trainer.state.log_history[:4]} == {0.25}
 
 
 def test_optimizer_is_created_once_if_all_its_methods_are_overridden(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def create_optimizer_and_scheduler(self, num_training_steps):
             super().create_optimizer_and_scheduler(num_training_steps)
 
@@ -282,14 +285,14 @@ def test_optimizer_is_created_once_if_all_its_methods_are_overridden(tmp_path):
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate)
             return self.optimizer
 
-    own = trained(tmp_path, Own, lr_scheduler_type="linear")
+    own = trained(tmp_path, CustomTrainer, lr_scheduler_type="linear")
     rates = [log["learning_rate"] for log in own.state.log_history if "loss" in log]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > rates[-1]
 
 
 def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs_overrides(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def get_decay_parameter_names(self, model):
             return ["b"]
 
@@ -297,19 +300,19 @@ def test_get_decay_parameter_names_and_get_optimizer_cls_and_kwargs_overrides(tm
         def get_optimizer_cls_and_kwargs(args, model=None):
             return torch.optim.SGD, {"lr": 0.3}
 
-    trainer = trained(tmp_path, Own, weight_decay=0.1, max_steps=1)
+    trainer = trained(tmp_path, CustomTrainer, weight_decay=0.1, max_steps=1)
     decaying, plain = trainer.optimizer.param_groups
     assert decaying["params"] == [trainer.model.b]
     assert (decaying["weight_decay"], plain["weight_decay"], decaying["initial_lr"]) == (0.1, 0.0, 0.3)
 
 
 def test_log_override_receives_and_can_change_all_logs(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def log(self, logs, start_time=None):
             logs["perplexity"] = 2.0
             super().log(logs, start_time)
 
-    trainer = trained(tmp_path, Own, max_steps=2)
+    trainer = trained(tmp_path, CustomTrainer, max_steps=2)
     assert len(trainer.state.log_history) == 3
     assert all(entry["perplexity"] == 2.0 for entry in trainer.state.log_history)
 
@@ -330,12 +333,12 @@ def test_save_model_override_writes_every_checkpoint(tmp_path, name):
 
 
 def test_save_checkpoint_override_can_skip_saving(tmp_path):
-    class Seldom(Trainer):
+    class SkippedSaves(Trainer):
         def _save_checkpoint(self, model, trial):
             if self.state.global_step == 4:
                 super()._save_checkpoint(model, trial)
 
-    trained(tmp_path, Seldom, save_strategy="steps", save_steps=1, max_steps=5)
+    trained(tmp_path, SkippedSaves, save_strategy="steps", save_steps=1, max_steps=5)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
@@ -351,7 +354,7 @@ def test_prepare_inputs_override_changes_model_inputs(tmp_path):
 
 @pytest.mark.parametrize("is_scripted", [False, True])
 def test_prepare_inputs_override_may_mask_labels(tmp_path, is_scripted):
-    """The loss of a model that averages over its labels is not scaled by the number of labels that are masked."""
+    """If the model averages over labels, its loss is not scaled by the number of masked labels."""
 
     class TokenMean(torch.nn.Module):
         def __init__(self):
@@ -395,14 +398,14 @@ def test_prepare_input_override_receives_every_tensor(tmp_path):
 
 
 def test_get_eval_dataloader_override_receives_the_set(tmp_path):
-    class Counted(Trainer):
+    class CountingTrainer(Trainer):
         def get_eval_dataloader(self, eval_dataset):
             recorded.append(len(eval_dataset) if isinstance(eval_dataset, list) else eval_dataset)
             return super().get_eval_dataloader(eval_dataset)
 
     recorded = []
     for rows in (points(4), {"one": points(3)}):
-        make_trainer(tmp_path, Counted, trainer={"eval_dataset": rows}).evaluate()
+        make_trainer(tmp_path, CountingTrainer, trainer={"eval_dataset": rows}).evaluate()
     assert recorded == [4, "one"]
 
 
@@ -416,24 +419,24 @@ def test_overrides_can_pass_every_argument_of_transformers_on():
 
 
 def test_floating_point_ops_override_is_accumulated(tmp_path):
-    class Counted(Trainer):
+    class CountingTrainer(Trainer):
         def floating_point_ops(self, inputs):
             return 10
 
-    trainer = trained(tmp_path, Counted, gradient_accumulation_steps=2, max_steps=3)  # 2, 2 and 2 micro-batches
+    trainer = trained(tmp_path, CountingTrainer, gradient_accumulation_steps=2, max_steps=3)  # 2, 2 and 2 micro-batches
     assert trainer.state.total_flos == 60
 
 
 def test_floating_point_operations_are_complete_in_checkpoints_between_logs(tmp_path):
-    class Counted(Trainer):
+    class CountingTrainer(Trainer):
         def floating_point_ops(self, inputs):
             return 10
 
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
-    trained(tmp_path, Counted, **options)
+    trained(tmp_path, CountingTrainer, **options)
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert saved["total_flos"] == 40
-    resumed = make_trainer(tmp_path, Counted, **options)
+    resumed = make_trainer(tmp_path, CountingTrainer, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.state.total_flos == 50
 
@@ -443,13 +446,13 @@ def test_compute_loss_context_manager_wraps_forward_pass(tmp_path):
 
     entered = []
 
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         @contextlib.contextmanager
         def compute_loss_context_manager(self):
             entered.append(1)
             yield
 
-    trained(tmp_path, Own, max_steps=3)
+    trained(tmp_path, CustomTrainer, max_steps=3)
     assert len(entered) == 3
 
 
@@ -467,8 +470,8 @@ def test_custom_model_needs_only_a_loss(tmp_path):
     assert weights(trainer)["a"].item() == pytest.approx(2, abs=0.3)
 
 
-class Recorded(Trainer):
-    """What the peers call on themselves, each of which adds its name and changes nothing."""
+class RecordingTrainer(Trainer):
+    """Overrides of methods that transformers' and TRL's trainers call on themselves; each records its name."""
 
     def _note(self, name):
         vars(self).setdefault("seen", []).append(name)
@@ -509,8 +512,8 @@ class Recorded(Trainer):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_overrides_that_only_call_super_change_nothing(accumulation, tmp_path):
     options = {"num_train_epochs": 2, "gradient_accumulation_steps": accumulation, "save_strategy": "epoch"}
-    own, defaults = (trained(tmp_path / kind.__name__, kind, **options) for kind in (Recorded, Trainer))
-    assert {*own.seen} == {name for name in vars(Recorded) if not name.startswith("__")} - {"_note"}
+    own, defaults = (trained(tmp_path / kind.__name__, kind, **options) for kind in (RecordingTrainer, Trainer))
+    assert {*own.seen} == {name for name in vars(RecordingTrainer) if not name.startswith("__")} - {"_note"}
     logs_and_checkpoints_and_end = len(losses(own)) + 2 + 1
     assert own.seen.count("store_flos") == logs_and_checkpoints_and_end
     assert losses(own) == pytest.approx(losses(defaults), rel=1e-6)
@@ -522,7 +525,9 @@ def test_get_batch_samples_of_trainer_does_not_change_language_model(tmp_path):
 
     options = {"model": None, "train": text_rows(9), "num_train_epochs": 1, "gradient_accumulation_steps": 2,
                "per_device_train_batch_size": 2, "learning_rate": 1e-3}  # fmt: skip
-    own, defaults = (trained(tmp_path / k.__name__, k, **{**options, "model": gpt2()}) for k in (Recorded, Trainer))
+    own, defaults = (
+        trained(tmp_path / k.__name__, k, **{**options, "model": gpt2()}) for k in (RecordingTrainer, Trainer)
+    )
     assert losses(own) == pytest.approx(losses(defaults), rel=1e-5)
 
 
@@ -556,7 +561,7 @@ def test_batches_dropped_by_get_batch_samples_are_not_trained(tmp_path):
 
 
 def test_numbers_overridden_by_a_script_are_used_in_training(tmp_path):
-    class Short(Trainer):
+    class ShortTraining(Trainer):
         def set_initial_training_values(self, args, dataloader):
             *values, _ = super().set_initial_training_values(args, dataloader)
             return (*values, 3)
@@ -564,31 +569,31 @@ def test_numbers_overridden_by_a_script_are_used_in_training(tmp_path):
         def _get_learning_rate(self):
             return 0.125
 
-    trainer = trained(tmp_path, Short)
+    trainer = trained(tmp_path, ShortTraining)
     assert trainer.state.global_step == trainer.state.max_steps == 3
     assert {log["learning_rate"] for log in trainer.state.log_history if "loss" in log} == {0.125}
 
 
 def test_accelerator_created_by_a_script_is_rejected(tmp_path):
-    class Own(Trainer):
+    class CustomTrainer(Trainer):
         def create_accelerator_and_postprocess(self):
             self.accelerator = object()
 
     with pytest.raises(UserError, match=r"Received: object"):
-        make_trainer(tmp_path, Own)
+        make_trainer(tmp_path, CustomTrainer)
 
 
 def test_validate_args_override_is_called(tmp_path):
-    class Strict(Trainer):
+    class StrictArguments(Trainer):
         def _validate_args(self):
             raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        make_trainer(tmp_path, Strict)
+        make_trainer(tmp_path, StrictArguments)
 
 
 class PeerCalls(Trainer):
-    """Overrides that only accept calls with the arguments of transformers, positional or by name."""
+    """Overrides that only accept transformers' arguments, positional or by name."""
 
     def training_step(self, model, inputs, item_count):
         return super().training_step(model, inputs, item_count)
@@ -631,13 +636,15 @@ def test_overrides_are_called_with_arguments_of_transformers(overrides_pair, tmp
 
 
 def test_override_moves_each_model_of_model_init(tmp_path):
-    class Noted(Trainer):
+    class MoveRecorder(Trainer):
         def _move_model_to_device(self, model, device):
             moved.append(model)
             super()._move_model_to_device(model, device)
 
     moved = []
-    trainer = Noted(model_init=lambda: Regression(), args=arguments(tmp_path, max_steps=1), train_dataset=points())
+    trainer = MoveRecorder(
+        model_init=lambda: Regression(), args=arguments(tmp_path, max_steps=1), train_dataset=points()
+    )
     first = trainer.model
     trainer.train()
     assert moved[0] is first
@@ -646,14 +653,14 @@ def test_override_moves_each_model_of_model_init(tmp_path):
 
 
 def test_process_zero_overrides_set_the_state_of_training(tmp_path):
-    class Second(Trainer):
+    class SecondProcess(Trainer):
         def is_world_process_zero(self):
             return False
 
         def is_local_process_zero(self):
             return False
 
-    state = trained(tmp_path, Second, max_steps=1).state
+    state = trained(tmp_path, SecondProcess, max_steps=1).state
     assert not state.is_world_process_zero
     assert not state.is_local_process_zero
 
@@ -668,7 +675,7 @@ def test_override_that_is_never_called_is_named(tmp_path):
 
 
 def copied(name):
-    """A trainer with a copy of a method of transformers' class, as scripts contain it."""
+    """Return a trainer class with a copy of a method of transformers' class, as in scripts."""
     method = inspect.unwrap(getattr(transformers.Trainer, name))
     names = {**vars(transformers.trainer), "Trainer": Trainer}
     exec(f"from __future__ import annotations\n{textwrap.dedent(inspect.getsource(method))}", names)
@@ -706,18 +713,18 @@ def test_copy_of_a_method_that_saves_names_the_remedy(tmp_path):
 
 
 def test_attribute_error_inside_a_property_keeps_its_name(tmp_path):
-    class Beside:
+    class AttributeMixin:
         def __getattr__(self, name):
             if name == "answer":
                 return 42
             raise AttributeError(name)
 
-    class Own(Trainer, Beside):
+    class CustomTrainer(Trainer, AttributeMixin):
         @property
         def shown(self):
             return self.args.misspelled
 
-    trainer = make_trainer(tmp_path, Own)
+    trainer = make_trainer(tmp_path, CustomTrainer)
     with pytest.raises(AttributeError, match="misspelled"):
         _ = trainer.shown
     assert trainer.answer == 42
@@ -740,7 +747,7 @@ OVERRIDES = json.loads(PEER_METHODS.read_text())
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
 def test_peer_override_is_called_or_named_in_a_warning(kind, name):
-    """A method of burnish's class is called by name somewhere in the package, or marked as one for scripts only."""
+    """Each method of burnish's class is called somewhere in the package, or marked as for scripts only."""
     original = getattr(burnish, kind)
     subclass = type("Mine", (original,), {name: lambda self, *args, **kwargs: None})
     with warnings.catch_warnings(record=True) as caught:
@@ -757,7 +764,7 @@ def test_every_trainer_lists_methods_called_by_its_peer():
 
 
 class Scored(torch.nn.Module):
-    """A linear layer, whose products autocast computes in bfloat16."""
+    """A linear layer; under autocast, its products are in bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -772,7 +779,7 @@ class Scored(torch.nn.Module):
 def test_under_autocast_a_script_reads_float32_outputs(through, tmp_path):
     seen = []
 
-    class Mine(Trainer):
+    class CustomTrainer(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(**inputs)
             seen.append(outputs["logits"].dtype)
@@ -787,10 +794,10 @@ def test_under_autocast_a_script_reads_float32_outputs(through, tmp_path):
         return logits
 
     functions = {"compute_loss_func": loss, "preprocess_logits_for_metrics": logits}
-    given = {through: functions[through]} if through in functions else {}
-    kind = Mine if through == "compute_loss" else Trainer
-    given |= {"eval_dataset": points(4), "compute_metrics": lambda _: {}}
-    trainer = make_trainer(tmp_path, kind, Scored(), trainer=given, bf16=True, max_steps=1)
+    trainer_args = {through: functions[through]} if through in functions else {}
+    kind = CustomTrainer if through == "compute_loss" else Trainer
+    trainer_args |= {"eval_dataset": points(4), "compute_metrics": lambda _: {}}
+    trainer = make_trainer(tmp_path, kind, Scored(), trainer=trainer_args, bf16=True, max_steps=1)
     trainer.train()
     trainer.evaluate()
     assert set(seen) == {torch.float32}
@@ -818,11 +825,11 @@ def test_override_that_calls_the_original_keeps_padding_free_batches(name, optio
 def test_gradients_sync_in_the_last_micro_batch_of_a_step(tmp_path):
     seen = []
 
-    class Mine(Trainer):
+    class CustomTrainer(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             seen.append((self.accelerator.sync_gradients, self.accelerator.gradient_state.sync_gradients))
             return super().training_step(model, inputs, num_items_in_batch)
 
-    trainer = trained(tmp_path, Mine, gradient_accumulation_steps=3, max_steps=2)
+    trainer = trained(tmp_path, CustomTrainer, gradient_accumulation_steps=3, max_steps=2)
     assert seen == [(False, False), (False, False), (True, True)] * 2
     assert trainer.accelerator.sync_gradients

@@ -18,17 +18,17 @@ SYSTEM = list(range(10, 60))
 
 
 def rows(num=12):
-    """Rows of 55 to 75 tokens, fifty of which all begin with."""
+    """Return rows of 55 to 75 tokens whose first 50 tokens are equal."""
     generator = torch.Generator().manual_seed(3)
-    made = []
+    result = []
     for _ in range(num):
         own = torch.randint(3, 300, (int(torch.randint(5, 25, (), generator=generator)),), generator=generator).tolist()
-        made.append({"input_ids": SYSTEM + own, "labels": [IGNORE_INDEX] * (len(SYSTEM) + 2) + own[2:]})
-    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in made]
+        result.append({"input_ids": SYSTEM + own, "labels": [IGNORE_INDEX] * (len(SYSTEM) + 2) + own[2:]})
+    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in result]
 
 
 def trained(folder, kind, model, **options):
-    """The model after a training, its log, and how many tokens its embedding was asked for."""
+    """Return the trained model, its log, and the number of tokens in calls of its embedding."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(make_model(folder / "model"))
@@ -130,15 +130,15 @@ def test_saved_model_has_no_trace_of_prefix_sharing(tmp_path):
 
 
 def test_model_with_custom_loss_is_unchanged(tmp_path):
-    model = OwnLoss.from_pretrained(make_model(tmp_path / "model"))
+    model = CustomLoss.from_pretrained(make_model(tmp_path / "model"))
     trainer, requested = trained(tmp_path, Trainer, model, max_steps=2, remove_unused_columns=False)
     assert trainer.model.config._attn_implementation == "sdpa"
-    assert all(count % 4 == 0 for count in requested)  # four rows of one width
+    assert all(count % 4 == 0 for count in requested)  # four rows of equal length
 
 
 def test_model_of_another_trial_is_checked_again(tmp_path):
     trainer, _ = trained(tmp_path, Trainer, llama(tmp_path), max_steps=1)
-    for _ in range(3):  # one of them may lie where the one before it was
+    for _ in range(3):  # a model may have the same address as a deleted one
         trainer.model = None
         trainer.model = llama(tmp_path)
         trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
@@ -170,7 +170,7 @@ def test_right_padded_batch_is_flattened():
         {"position_ids": torch.zeros(2, 4, dtype=torch.long)},
         {"labels": None},
     ],
-    ids=["left", "hole", "packed", "learned padding", "positions", "no labels"],
+    ids=["left padding", "gap", "packed", "trained padding", "positions", "no labels"],
 )
 def test_other_batch_is_unchanged(change):
     batch = {**padded_batch(), **change}
@@ -189,7 +189,7 @@ def test_dropout_requested_attention_and_router_loss_need_the_padded_batch():
     assert probe_prefix_sharing(tiny("mixtral", output_router_logits=False), is_wanted=True).shares_prefixes
 
 
-class OwnLoss(LlamaForCausalLM):
+class CustomLoss(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
         output.loss = output.loss * 2
@@ -197,7 +197,7 @@ class OwnLoss(LlamaForCausalLM):
 
 
 def test_custom_loss_is_computed_by_the_model():
-    plain, hooked, own = tiny("llama"), tiny("llama"), OwnLoss(tiny("llama").config)
+    plain, hooked, own = tiny("llama"), tiny("llama"), CustomLoss(tiny("llama").config)
     hooked.register_forward_hook(lambda module, options, output: None)
     assert has_plain_loss(plain)
     assert not has_plain_loss(hooked)

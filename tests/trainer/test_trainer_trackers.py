@@ -22,7 +22,7 @@ def _no_network(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(
         sys.modules, "comet_ml", None
-    )  # it listens to MLflow where it is installed, and asks its server
+    )  # if installed, it patches MLflow and sends requests to its server
 
 
 def trained(folder, tracker, **options):
@@ -57,7 +57,7 @@ def test_wandb_writes_its_offline_run(tmp_path):
 
 
 def test_wandb_can_store_the_model(tmp_path, monkeypatch):
-    """Its callback makes a Trainer of transformers' to save with, from the arguments of the run."""
+    """Its callback creates a Trainer of transformers with the run's arguments to save the model."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_LOG_MODEL", "end")
     uploads = []
@@ -85,7 +85,7 @@ def test_arguments_work_with_transformers_trainer(tmp_path):
 @pytest.mark.parametrize("writer", ["tensorboard", "tensorboardX"])
 def test_tensorboard_has_one_curve_per_metric(tmp_path, writer, monkeypatch):
     pytest.importorskip(writer)
-    if writer == "tensorboardX":  # transformers takes torch's writer where it is there
+    if writer == "tensorboardX":  # transformers uses torch's writer if it is available
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trainer = trained(tmp_path / "out", "tensorboard")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def trained(library: Any, model: Path, folder: Path, method: str, resume: bool = False, **options: Any) -> list[float]:
-    """The losses of nine steps, of which the first three are read back where the run is resumed."""
+    """Train nine steps, or resume after the first three. Return the losses."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,12 +39,12 @@ def trained(library: Any, model: Path, folder: Path, method: str, resume: bool =
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("begins_here", [False, True], ids=["there and then here", "here and then there"])
+@pytest.mark.parametrize("begins_here", [False, True], ids=["TRL to burnish", "burnish to TRL"])
 def test_checkpoints_resume_between_burnish_and_trl(method: str, begins_here: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     model = make_model(tmp_path / "model")
     first, second = (burnish, trl) if begins_here else (trl, burnish)
     whole = trained(first, model, tmp_path / "a", method, **({"save_hf_format": True} if begins_here else {}))
     shutil.copytree(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3")
-    # float32 sums in another order: 2e-7 was measured
+    # float32 sums in another order; measured: 2e-7
     assert trained(second, model, tmp_path / "b", method, resume=True) == pytest.approx(whole, rel=1e-5)

@@ -22,7 +22,7 @@ from vision_models import golden, image_models
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model that sees as it lies in a folder, and the images of two records."""
+    """Create a saved vision-language model, and the images of two records."""
     folder = tmp_path_factory.mktemp("vision")
     model, composed = image_models().build("qwen2_5_vl")
     model.save_pretrained(folder / "model")
@@ -112,7 +112,7 @@ def test_preference_images_are_in_the_prompt(folder, tmp_path):
     KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=verdicts).train()
 
 
-def test_learning_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):
+def test_training_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):
     records = {"messages": [[USER, ANSWER]] * 2, "images": [[pil.open(folder / "p1_64x48.png")]] * 2}
     trainer = SFTTrainer(
         str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_dict(records)
@@ -144,24 +144,24 @@ def test_image_is_decoded_once_and_a_frozen_tower_runs_once(folder, tmp_path, mo
         towers.clear()
         trainer.train()
         results.append((len(decoded), len(towers)))
-    assert results == [(2, 2), (2, 2)]  # a trained tower computes both images together, in each of two steps
+    assert results == [(2, 2), (2, 2)]  # a trained tower computes both images in one call per step
 
 
 def test_override_gets_the_tensors_of_images(folder, tmp_path):
     seen = []
 
-    class Mine(SFTTrainer):
+    class CustomTrainer(SFTTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             seen.append(inputs["pixel_values"].shape)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    Mine(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=records_of(folder)).train()
+    CustomTrainer(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=records_of(folder)).train()
     assert len(seen) == 2
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """A LLaVA model in a folder, whose composed processor needs no torchvision, and an image."""
+    """Create a saved LLaVA model, whose processor does not need torchvision, and an image."""
     folder = tmp_path_factory.mktemp("llava")
     model, composed = image_models().build("llava")
     model.save_pretrained(folder / "model")
@@ -171,7 +171,7 @@ def llava(tmp_path_factory):
 
 
 def conversations(folder: Path, image: str = "p1_64x48.png") -> Dataset:
-    """Two conversations with parts, and an ``Image`` feature, like those of llava-instruct-mix-vsft."""
+    """Return two conversations with content parts and an ``Image`` feature, like llava-instruct-mix-vsft."""
     question = {"role": "user", "content": [part("text", "What is it?"), part("image", None)]}
     answer = {"role": "assistant", "content": [part("text", "A wall of bricks.")]}
     records = {"messages": [[question, answer]] * 2, "images": [[str(folder / image)]] * 2}
@@ -183,7 +183,7 @@ def part(kind: str, text: str | None) -> dict[str, Any]:
 
 
 def collate_with(processor: Any) -> Any:
-    """The collator of TRL's examples: conversation and images to padded tensors."""
+    """Return the collator of TRL's examples, which converts conversations and images to padded tensors."""
 
     def collate(examples: list[dict[str, Any]]) -> Any:
         texts = [processor.apply_chat_template(example["messages"], tokenize=False) for example in examples]
@@ -296,30 +296,30 @@ def test_model_is_saved_after_its_folder_was_removed(llava, tmp_path):
 OTHER = {"role": "assistant", "content": "A door."}
 
 
-def padded_collator(processor: Any, has_verdicts: bool, seen: list[Any]) -> Any:
-    """TRL's padded batch of records with images; for pairs the chosen responses before the rejected ones."""
+def padded_collator(processor: Any, has_labels: bool, seen: list[Any]) -> Any:
+    """Return a collator for TRL's padded batches with images; chosen responses come before rejected ones."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
         seen.extend(examples)
-        sides = ["completion"] if has_verdicts else ["chosen", "rejected"]
+        sides = ["completion"] if has_labels else ["chosen", "rejected"]
         batch = sequences_of([example[side] for side in sides for example in examples], examples * len(sides))
-        if not has_verdicts:
+        if not has_labels:
             return batch
-        others = [example["completion"] for example in examples[-1:] + examples[:-1]]
+        shifted_completions = [example["completion"] for example in examples[-1:] + examples[:-1]]
         text = ("input_ids", "attention_mask", "completion_mask")
-        beside = sequences_of(others, examples)
+        mismatched = sequences_of(shifted_completions, examples)
         label = torch.tensor([example["label"] for example in examples])
-        return {**batch, **{f"KL_{name}": beside[name] for name in text}, "label": label}
+        return {**batch, **{f"KL_{name}": mismatched[name] for name in text}, "label": label}
 
     def sequences_of(answers: list[Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
         prompts = [with_parts(example["prompt"], len(example["images"])) for example in examples]
-        begins = [render(prompt, add_generation_prompt=True) for prompt in prompts]
+        prompt_texts = [render(prompt, add_generation_prompt=True) for prompt in prompts]
         texts = [render(prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
         images = [image for example in examples for image in example["images"]]
         arguments = {"padding": True, "return_tensors": "pt", "add_special_tokens": False}
         batch = dict(processor(text=texts, images=images, **arguments))
         mask = batch["attention_mask"].clone()
-        for line, begin, example in zip(mask, begins, examples, strict=True):
+        for line, begin, example in zip(mask, prompt_texts, examples, strict=True):
             ids = processor(text=[begin], images=example["images"], **arguments)["input_ids"]
             line[: ids.shape[1]] = 0
         return {**batch, "completion_mask": mask}
@@ -335,7 +335,7 @@ def padded_collator(processor: Any, has_verdicts: bool, seen: list[Any]) -> Any:
 
 
 def pairs_with_images(folder: Path) -> Dataset:
-    """Two pairs, with one image and with two."""
+    """Return two pairs, one with one image and one with two."""
     image_models().write_images(folder, ["p4_48x48.png", "p7_40x30.png"])
     first, *rest = [pil.open(folder / name) for name in ("p1_64x48.png", "p4_48x48.png", "p7_40x30.png")]
     return Dataset.from_dict(
@@ -343,7 +343,7 @@ def pairs_with_images(folder: Path) -> Dataset:
     )
 
 
-def verdicts_with_images(folder: Path) -> Dataset:
+def labelled_examples_with_images(folder: Path) -> Dataset:
     dataset = pairs_with_images(folder).rename_column("chosen", "completion").remove_columns("rejected")
     second = {**dataset[1], "completion": [OTHER]}
     return Dataset.from_list(
@@ -352,8 +352,8 @@ def verdicts_with_images(folder: Path) -> Dataset:
     )
 
 
-class Overriding(DPOTrainer):
-    """A trainer with an override, for which batches stay padded."""
+class OverridingTrainer(DPOTrainer):
+    """A trainer with an override, for which batches are padded."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -361,12 +361,12 @@ class Overriding(DPOTrainer):
 
 @pytest.mark.parametrize("keeps_columns", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "config"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig), (Overriding, DPOConfig)]
+    ("kind", "config"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig), (OverridingTrainer, DPOConfig)]
 )
 def test_collator_of_a_preference_script_gets_the_records_with_images(llava, tmp_path, kind, config, keeps_columns):
     processor, seen = AutoProcessor.from_pretrained(llava / "model"), list[Any]()
-    has_verdicts = kind is KTOTrainer
-    dataset = verdicts_with_images(llava) if has_verdicts else pairs_with_images(llava)
+    has_labels = kind is KTOTrainer
+    dataset = labelled_examples_with_images(llava) if has_labels else pairs_with_images(llava)
     more = {"remove_unused_columns": not keeps_columns, "train_sampling_strategy": "sequential"}
 
     def losses(kind: Any, **given: Any) -> list[float]:
@@ -381,10 +381,10 @@ def test_collator_of_a_preference_script_gets_the_records_with_images(llava, tmp
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return [*logged, trainer.evaluate()["eval_loss"], trainer.evaluate(dataset)["eval_loss"]]
 
-    its = losses(kind, data_collator=padded_collator(processor, has_verdicts, seen))
+    its = losses(kind, data_collator=padded_collator(processor, has_labels, seen))
     assert [*seen[0]] == dataset.column_names
     assert its[1] != its[0]
-    assert its == pytest.approx(losses(DPOTrainer if kind is Overriding else kind), abs=1e-5)
+    assert its == pytest.approx(losses(DPOTrainer if kind is OverridingTrainer else kind), abs=1e-5)
 
 
 def test_placeholders_without_tensors_of_images_are_refused(llava, tmp_path):

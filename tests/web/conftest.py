@@ -14,8 +14,7 @@ KEY = "a-key-of-tests-0123456789"
 
 
 def make_runs(root: Path) -> None:
-    """Runs whose files a page reads: one of burnish that is done, one of LLaMA-Factory, one of transformers, a failed
-    one."""
+    """Create finished runs of burnish, LLaMA-Factory and transformers, and a failed run."""
     from burnish.report.metadata import launch_record
 
     first = root / "saves" / "first"

@@ -29,11 +29,11 @@ class Page:
     cookie: str = ""
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a coroutine of the page's own loop."""
+        """Run a coroutine in the page's event loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
-        """With the cookie and the Origin of a page of ours, unless ``headers`` says otherwise ("" leaves one out)."""
+        """Send a request with the page's cookie and Origin. ``headers`` override them; "" removes one."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         defaults = {"Cookie": f"burnish={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
         if body is not None:
@@ -57,7 +57,7 @@ class Page:
 
 @cache
 def described_options() -> str:
-    """What a page keeps of the planner's answer, so that not every test starts a planner."""
+    """Return the planner's description of the options, cached so that not every test starts a planner."""
     from burnish.serve.page.planner_process import form
 
     return json.dumps({"mark": _source_version(), **form()})

@@ -47,11 +47,11 @@ def test_column_mapping_is_written_for_the_trainer_without_overwriting(page, roo
     assert listed == {"name": "own", "folder": "sets", "file": "sets/own.jsonl", "bytes": size}
     (example, _) = load_datasets(DataOptions(dataset=["own"], dataset_dir=str(root / "sets")), 0, DataStats()).train
     assert [message.content for message in example.messages] == ["1+1", "2"]
-    for change, wanted in (
+    for change, expected in (
         ({"columns": {"prompt": "antwort"}}, 409), ({"formatting": "shell"}, 422), ({"columns": {"prompt": 3}}, 422),
         ({"file": "/etc/passwd"}, 422), ({"file": "sets/none.jsonl"}, 404),
     ):  # fmt: skip
-        assert page.send("PUT", "/api/datasets/own", {**body, **change})[0] == wanted, change
+        assert page.send("PUT", "/api/datasets/own", {**body, **change})[0] == expected, change
     assert page.send("PUT", "/api/datasets/..%2Fown", body)[0] in (404, 405)
     (root / "sets/dataset_info.json").write_text("{torn")
     assert page.send("PUT", "/api/datasets/own", body)[0] == 422

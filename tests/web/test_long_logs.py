@@ -47,11 +47,11 @@ def test_long_curves_are_downsampled_keeping_spikes_and_evaluations(page, root, 
     assert sum(value is not None for value in columns["eval_loss"]) == steps // 1000
     assert (columns["step"][0], columns["step"][-1]) == (1, steps)
     assert len(gzip.compress(text.encode())) < 150_000
-    assert took_s < 15  # a hang, not a speed: that is measured with the whole page
+    assert took_s < 15  # detects a hang; speed is measured with the entire page
 
 
 def test_columns_read_incrementally_are_equal_and_include_new_rows(tmp_path) -> None:
-    write_log(tmp_path, 6000, spike=7)  # more than one piece
+    write_log(tmp_path, 6000, spike=7)  # more than one block
     log = tmp_path / "trainer_log.jsonl"
     assert log.stat().st_size > 2**20
     columns, offset = series(tmp_path)
@@ -59,9 +59,9 @@ def test_columns_read_incrementally_are_equal_and_include_new_rows(tmp_path) -> 
     assert offset == log.stat().st_size
     with log.open("a") as file:
         file.write('{"current_steps": 6001, "loss": 1.5}\n{"current_steps": 60')
-    again, behind = series(tmp_path)
+    again, next_position = series(tmp_path)
     assert again["step"][-1] == 6001
-    assert behind == offset + len('{"current_steps": 6001, "loss": 1.5}\n')
+    assert next_position == offset + len('{"current_steps": 6001, "loss": 1.5}\n')
 
 
 def test_damaged_line_loses_only_itself(tmp_path) -> None:
@@ -89,9 +89,9 @@ _ODD = (
 @pytest.mark.parametrize("odd", _ODD, ids=lambda line: line[:60])
 def test_lines_of_unusual_format_are_parsed_as_json(tmp_path, odd) -> None:
     defaults = [_line(step, f"{step}.5") + "\n" for step in range(1, 5)]
-    for at in range(5):  # before, between and behind the usual ones; the last line shows which shape is usual
-        log = tmp_path / f"{at}.jsonl"
-        log.write_text("".join([*defaults[:at], odd + "\n", *defaults[at:]]))
+    for position in range(5):  # before, between and after usual lines; the last line determines which format is usual
+        log = tmp_path / f"{position}.jsonl"
+        log.write_text("".join([*defaults[:position], odd + "\n", *defaults[position:]]))
         result, offset = log_columns.log_columns(log)
         assert result == columns_of(rows_since(log, 0)[0])
         assert offset == log.stat().st_size
@@ -109,7 +109,7 @@ def test_thumbnail_of_a_long_run_spans_first_to_last_loss(tmp_path) -> None:
     write_log(tmp_path, 5000, spike=0)
     points = [tuple(map(float, point.split(","))) for point in small_picture(tmp_path).split()]
     assert len(points) >= 60
-    assert points[0][1] == 2.0  # the highest, at the top
+    assert points[0][1] == 2.0  # the largest loss is at the top
     assert points[-1][1] == 26.0
     assert [height for _, height in points] == sorted(height for _, height in points)
 

@@ -25,7 +25,7 @@ def test_used_memory_excludes_available_and_is_cached_for_seconds(monkeypatch: p
     machine = Machine()
     machine.smi = None
     assert machine.use() == {"cpu": pytest.approx(0.6), "memory": [600, 1000], "gpus": []}
-    assert machine.use()["cpu"] == pytest.approx(0.6)  # of a moment ago
+    assert machine.use()["cpu"] == pytest.approx(0.6)  # the cached value
 
 
 @pytest.mark.run

@@ -22,8 +22,8 @@ ALIVE = {**launch_record([]), "time": 1.79e9}
 DONE = {"state": "done", "time": 1.8e9, "sentence": "", "step": 3}
 
 
-def written(**files: Any) -> Callable[[Path], None]:
-    """Write files: text as it is, other values as JSON; ``launch_json`` is launch.json."""
+def writer_of(**files: Any) -> Callable[[Path], None]:
+    """Return a function that writes files: text unchanged, other values as JSON; ``launch_json`` is launch.json."""
 
     def write(folder: Path) -> None:
         for name, content in files.items():
@@ -39,11 +39,11 @@ def made(*work: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def log(*rows: str) -> Callable[[Path], None]:
-    return written(trainer_log_jsonl="".join(row + "\n" for row in rows))
+    return writer_of(trainer_log_jsonl="".join(row + "\n" for row in rows))
 
 
 def events(*rows: str) -> Callable[[Path], None]:
-    return written(launch_json=ALIVE, events_jsonl="".join(row + "\n" for row in rows))
+    return writer_of(launch_json=ALIVE, events_jsonl="".join(row + "\n" for row in rows))
 
 
 def deep(folder: Path) -> None:
@@ -55,30 +55,30 @@ def unreadable(folder: Path) -> None:
     (folder / "trainer_log.jsonl").mkdir()
 
 
-GOOD_ROW = '{"current_steps": 3, "total_steps": 9, "loss": 1.5}'
+VALID_ROW = '{"current_steps": 3, "total_steps": 9, "loss": 1.5}'
 ODD: dict[str, Callable[[Path], None]] = {
     "nan in a log": log('{"current_steps": 3, "loss": NaN, "eval_loss": NaN, "epoch": NaN, "throughput": -Infinity}'),
-    "nan in a state": written(trainer_state_json='{"max_steps": NaN, "log_history": [{"step": 1, "loss": NaN}]}'),
+    "nan in a state": writer_of(trainer_state_json='{"max_steps": NaN, "log_history": [{"step": 1, "loss": NaN}]}'),
     "infinity by exponent": log('{"current_steps": 1e999, "loss": 1e999, "total_steps": 1e400}'),
     "huge whole numbers": log(f'{{"current_steps": {HUGE}, "loss": {HUGE}, "total_steps": {HUGE}, "epoch": {HUGE}, '
                               f'"throughput": {HUGE}}}', '{"current_steps": 1, "loss": 2.5, "lr": 0.5}'),
-    "huge times": written(launch_json=f'{{"pid": {HUGE}, "time": {HUGE}, "start_ticks": {HUGE}, "boot_id": {HUGE}}}'),
-    "launch is a list": made(written(launch_json=[1, 2]), log(GOOD_ROW)),
-    "launch is a list and nothing else": written(launch_json=[1, 2]),
-    "launch is torn": written(launch_json='{"pid": 1'),
-    "launch of other types": written(launch_json={key: [{"a": None}] for key in ALIVE}),
-    "launch without a command": written(launch_json={**ALIVE, "argv": None}),
-    "launch whose command is a number": written(launch_json={**ALIVE, "argv": 3}),
-    "launch of texts": written(launch_json=dict.fromkeys([*ALIVE, "rows"], "\x1b[31mred\n")),
+    "huge times": writer_of(launch_json=f'{{"pid": {HUGE}, "time": {HUGE}, "start_ticks": {HUGE}, "boot_id": {HUGE}}}'),
+    "launch is a list": made(writer_of(launch_json=[1, 2]), log(VALID_ROW)),
+    "launch is a list and nothing else": writer_of(launch_json=[1, 2]),
+    "launch is torn": writer_of(launch_json='{"pid": 1'),
+    "launch of other types": writer_of(launch_json={key: [{"a": None}] for key in ALIVE}),
+    "launch without a command": writer_of(launch_json={**ALIVE, "argv": None}),
+    "launch whose command is a number": writer_of(launch_json={**ALIVE, "argv": 3}),
+    "launch of texts": writer_of(launch_json=dict.fromkeys([*ALIVE, "rows"], "\x1b[31mred\n")),
     "launch nested too deep": deep,
-    "launch far in the future": written(launch_json={**ALIVE, "time": 1e300}),
-    "launch of another host": made(written(launch_json={**ALIVE, "host": "x"}),
+    "launch far in the future": writer_of(launch_json={**ALIVE, "time": 1e300}),
+    "launch of another host": made(writer_of(launch_json={**ALIVE, "host": "x"}),
                                    log('{"current_steps": 1, "loss": 1, "step_seconds": "soon"}')),
-    "outcome of other types": written(launch_json=ALIVE, outcome_json={"state": ["done"], "time": "now", "step": "x",
+    "outcome of other types": writer_of(launch_json=ALIVE, outcome_json={"state": ["done"], "time": "now", "step": "x",
                                                                        "sentence": {"a": 1}, "remedy": 3}),
-    "outcome is a text": written(launch_json=ALIVE, outcome_json='"done"'),
-    "outcome without a time": written(launch_json=ALIVE, outcome_json={"state": "done", "time": None}),
-    "outcome nan": written(launch_json=ALIVE, outcome_json='{"state": "failed", "time": NaN, "step": NaN}'),
+    "outcome is a text": writer_of(launch_json=ALIVE, outcome_json='"done"'),
+    "outcome without a time": writer_of(launch_json=ALIVE, outcome_json={"state": "done", "time": None}),
+    "outcome nan": writer_of(launch_json=ALIVE, outcome_json='{"state": "failed", "time": NaN, "step": NaN}'),
     "events of other types": events(
         '{"kind": ["stage"], "text": [1]}', '{"kind": "stage", "text": {"a": 1}}', '{"kind": "best"}',
         '{"kind": "best", "text": 3}', '{"kind": "skipped", "count": "many"}', '{"kind": "skipped", "count": null}',
@@ -86,46 +86,46 @@ ODD: dict[str, Callable[[Path], None]] = {
     ),
     "events with nan": events('{"kind": "x", "text": NaN, "run": "another", "n": 1e999}'),
     "events of another run": events('{"run": {"a": 1}, "kind": "best", "text": "b"}'),
-    "checkpoints of odd names": made(log(GOOD_ROW), *((lambda folder, n=n: (folder / f"checkpoint-{n}").mkdir())
+    "checkpoints of odd names": made(log(VALID_ROW), *((lambda folder, n=n: (folder / f"checkpoint-{n}").mkdir())
                                                       for n in ("²", "٣", "-1", "", "1e3", "9" * 200, "7"))),
-    "state of other types": written(trainer_state_json={"log_history": [{"step": {}, "loss": []}, 3, None, "x"]}),
-    "state whose history is a text": written(trainer_state_json={"log_history": "none", "max_steps": []}),
-    "state that is a number": written(trainer_state_json="3"),
+    "state of other types": writer_of(trainer_state_json={"log_history": [{"step": {}, "loss": []}, 3, None, "x"]}),
+    "state whose history is a text": writer_of(trainer_state_json={"log_history": "none", "max_steps": []}),
+    "state that is a number": writer_of(trainer_state_json="3"),
     "rows of other types": log('{"loss": [1], "current_steps": {}, "eval_loss": "low", "epoch": true, "lr": [2]}',
                                '{"loss": null}', '{"loss": {"a": 1}, "remaining_time": 3, "percentage": "x"}'),
     "rows with odd times": log('{"current_steps": 1, "loss": 1, "remaining_time": "999999999999 days, 1:00:00"}',
                                f'{{"current_steps": 2, "loss": 1, "remaining_time": "{HUGE}:00:00", "time": {HUGE}}}'),
     "half characters": log('{"current_steps": 1, "loss": 1, "note": "\\ud800"}'),
-    "sentence of half characters": written(launch_json=ALIVE, outcome_json='{"state": "failed", "time": 1.8e9, '
+    "sentence of half characters": writer_of(launch_json=ALIVE, outcome_json='{"state": "failed", "time": 1.8e9, '
                                            '"sentence": "\\ud83d broken \\u001b[2J", "remedy": "\\udfff"}'),
     "folders in the place of files": unreadable,
     "links in a circle": lambda folder: os.symlink("launch.json", folder / "launch.json"),
-    "given is a folder": made(log(GOOD_ROW), lambda folder: (folder / "run.yaml").mkdir()),
-    "state with a number of too many digits": written(
+    "given is a folder": made(log(VALID_ROW), lambda folder: (folder / "run.yaml").mkdir()),
+    "state with a number of too many digits": writer_of(
         trainer_state_json='{"log_history": [{"step": ' + "9" * 4400 + ', "loss": "nan"}, {"step": true}]}'),
-    "outcome is torn": written(launch_json={**ALIVE, "pid": 2**30}, outcome_json='{"state": "do'),
-    "launch without a host": made(written(launch_json={k: v for k, v in ALIVE.items() if k != "host"}), log(GOOD_ROW)),
-    "rows of a data report": written(launch_json={**ALIVE, "rows": {"dropped": "x", "seen": 1e400}}),
+    "outcome is torn": writer_of(launch_json={**ALIVE, "pid": 2**30}, outcome_json='{"state": "do'),
+    "launch without a host": made(writer_of(launch_json={k: v for k, v in ALIVE.items() if k != "host"}),
+    log(VALID_ROW)), "rows of a data report": writer_of(launch_json={**ALIVE, "rows": {"dropped": "x", "seen": 1e400}}),
     "bytes": lambda folder: (folder / "launch.json").write_bytes(b"\xff\xfe\x00" * 100),
 }  # fmt: skip
 
 
 @pytest.fixture
 def odd(root: Path) -> dict[str, Path]:
-    """Every odd folder, beside the good ones of ``root``."""
+    """Add all odd folders to the valid runs of ``root``."""
     assert len(ODD) >= 20
     folders = {name: root / "odd" / name for name in ODD}
     for name, folder in folders.items():
         folder.mkdir(parents=True)
         ODD[name](folder)
     (root / "odd" / os.fsdecode(b"\xff\xfe not text")).mkdir()
-    (root / "odd" / os.fsdecode(b"\xff\xfe not text") / "trainer_log.jsonl").write_text(GOOD_ROW + "\n")
+    (root / "odd" / os.fsdecode(b"\xff\xfe not text") / "trainer_log.jsonl").write_text(VALID_ROW + "\n")
     assert socket.gethostname() != "x"
     return folders
 
 
 def strict(text: str) -> Any:
-    """JSON that is JSON."""
+    """Parse JSON without NaN and Infinity."""
     return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 
 
@@ -176,7 +176,7 @@ def test_runs_command_lists_damaged_runs(root: Path, odd: dict[str, Path], as_js
 def test_run_named_like_a_checkpoint_is_listed(root: Path, capfd: Any) -> None:
     for name in ("checkpoint-best", "checkpoint-3"):
         (root / name).mkdir()
-        log(GOOD_ROW)(root / name)
+        log(VALID_ROW)(root / name)
     assert main(["runs", str(root)]) == 0
     out = capfd.readouterr().out
     assert "checkpoint-best" in out
@@ -202,9 +202,9 @@ def test_a_run_that_has_ended_is_read_again_only_after_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("first", "second"):
-        made(log(GOOD_ROW), written(launch_json=ALIVE, outcome_json=DONE))(_folder(tmp_path / name))
+        made(log(VALID_ROW), writer_of(launch_json=ALIVE, outcome_json=DONE))(_folder(tmp_path / name))
     active = _folder(tmp_path / "active")
-    made(log(GOOD_ROW), written(launch_json={**ALIVE, "host": "elsewhere"}))(active)
+    made(log(VALID_ROW), writer_of(launch_json={**ALIVE, "host": "elsewhere"}))(active)
     read: list[str] = []
     monkeypatch.setattr(found_runs, "read_run", lambda folder: read.append(folder.name) or read_run(folder))
     known: KnownRuns = {}
@@ -213,7 +213,7 @@ def test_a_run_that_has_ended_is_read_again_only_after_a_change(
     assert len(find([tmp_path], known)) == 3
     assert read == ["active"]
     with (tmp_path / "second" / "trainer_log.jsonl").open("a", encoding="utf-8") as file:
-        file.write(GOOD_ROW.replace("3", "4") + "\n")
+        file.write(VALID_ROW.replace("3", "4") + "\n")
     read.clear()
     assert {run.name: run.step for run in find([tmp_path], known)} == {"first": 3, "second": 4, "active": 3}
     assert read == ["active", "second"]
@@ -234,7 +234,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def test_reason_of_an_unreadable_folder_is_told(root: Path, odd: dict[str, Path]) -> None:
+def test_reason_of_an_unreadable_folder_is_shown(root: Path, odd: dict[str, Path]) -> None:
     read = {name: read_run(odd[name]) for name in odd}
     state, torn = read["state with a number of too many digits"], read["outcome is torn"]
     assert state is not None

@@ -33,7 +33,7 @@ def test_groups_units_and_reasons_are_translated(fields) -> None:
 
 
 def test_chinese_help_keeps_option_names_of_english_help(fields) -> None:
-    """An option that the English help names, with its underscore, is named in the Chinese help as well."""
+    """An option (a name with an underscore) in the English help is also in the Chinese help."""
     known, names = option_words("zh")["options"], {str(field["name"]) for field in fields}
     for field in fields:
         named = {word for word in re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", str(field["help"])) if word in names}

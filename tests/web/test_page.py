@@ -58,7 +58,7 @@ EFFECTS = [
 ]  # fmt: skip
 
 
-# --- who gets in ------------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------------
 
 
 def test_missing_cookie_redirects_pages_to_sign_in_and_gives_scripts_401(page) -> None:
@@ -146,7 +146,7 @@ def test_every_response_has_the_strict_csp_and_no_inline_script_or_style(page) -
 
 
 class _Attributes(HTMLParser):
-    """All attributes of a page."""
+    """Collects all attributes of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_get_requests_change_nothing(page, root) -> None:
     assert state() == before
 
 
-# --- what it reads ----------------------------------------------------------------------------------------------------
+# --- reads ------------------------------------------------------------------------------------------------------------
 
 
 def test_runs_of_all_libraries_are_listed_with_their_states(page) -> None:
@@ -212,7 +212,7 @@ def test_page_is_chinese_for_chinese_browsers(page) -> None:
 
 def test_both_languages_have_the_same_keys_and_placeholders() -> None:
     english, chinese = page_words("en"), page_words("zh")
-    from_server = ("error_", "term_")  # English already
+    from_server = ("error_", "term_")  # already English
     assert english.keys() == {key for key in chinese if not key.startswith(from_server) or key in english}
     for key, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(re.findall(r"\{\w+\}", chinese[key])), key
@@ -236,7 +236,7 @@ def test_every_used_translation_exists_and_pages_contain_no_text() -> None:
                 "seed",
             }
             assert not left - {"top"}, (file.name, left)
-    used = {word for word in used if not word.endswith("_")}  # the beginning of words that are put together
+    used = {word for word in used if not word.endswith("_")}  # prefixes of composed keys
     assert used <= english.keys(), used - english.keys()
 
 
@@ -285,16 +285,16 @@ def test_reconnecting_reader_receives_every_row_once(tmp_path) -> None:
             for _ in range(draw.randrange(3)):
                 written += 1
                 pending += json.dumps({"current_steps": written, "loss": 1.0}).encode() + b"\n"
-            cut = draw.randrange(len(pending) + 1)  # torn anywhere
+            cut = draw.randrange(len(pending) + 1)  # split anywhere
             file.write(pending[:cut])
             pending = pending[cut:]
             if draw.random() < 0.5:
-                place = read_cursor(cursor).get("a" * 12, FilePosition())
-                for name, data, behind in new_events("a" * 12, folder, place, log=False):
-                    place = behind
+                position = read_cursor(cursor).get("a" * 12, FilePosition())
+                for name, data, next_position in new_events("a" * 12, folder, position, log=False):
+                    position = next_position
                     if name == "rows":
                         recorded += data["columns"]["step"]
-                cursor = cursor_text({"a" * 12: place})
+                cursor = cursor_text({"a" * 12: position})
         file.write(pending)
     for name, data, _ in new_events("a" * 12, folder, read_cursor(cursor)["a" * 12], log=False):
         if name == "rows":
@@ -311,17 +311,17 @@ def test_truncated_log_is_fetched_again(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["run.log", "console.log"], ids=["started in a terminal", "started by the page"])
 def test_log_of_a_run_is_followed_from_its_current_end(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("step 1\n")
-    place = end_of(tmp_path, None)
+    position = end_of(tmp_path, None)
     (tmp_path / name).write_text("step 1\nstep 2\n")
-    assert [data["text"] for _, data, _ in new_events("b" * 12, tmp_path, place, log=True)] == ["step 2\n"]
+    assert [data["text"] for _, data, _ in new_events("b" * 12, tmp_path, position, log=True)] == ["step 2\n"]
 
 
 def test_log_of_a_run_that_was_started_over_is_fetched_again(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("step 1\nstep 2\n")
-    place = end_of(tmp_path, None)
+    position = end_of(tmp_path, None)
     (tmp_path / "run.log").write_text("step 1\n")
-    assert [name for name, _, _ in new_events("b" * 12, tmp_path, place, log=True)] == ["resync"]
-    assert [name for name, _, _ in new_events("b" * 12, tmp_path, place, log=False)] == []
+    assert [name for name, _, _ in new_events("b" * 12, tmp_path, position, log=True)] == ["resync"]
+    assert [name for name, _, _ in new_events("b" * 12, tmp_path, position, log=False)] == []
 
 
 def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:
@@ -344,12 +344,12 @@ def test_list_of_runs_is_updated_with_the_loss_curve(page, root) -> None:
         file.write('{"current_steps": 41, "total_steps": 41, "loss": 9.0}\n')
 
     curves: list[str] = []
-    while not curves:  # the list is read again after a while
+    while not curves:  # the list is refreshed after some time
         found = page.get(f"/api/poll?list=1&after={first['cursor']}")["messages"]
         curves = [one["data"]["curve"] for one in found if one["data"].get("id") == run]
         time.sleep(0.1)
     points = [tuple(map(float, point.split(","))) for point in curves[0].split()]
-    assert points[-1] == (120.0, 2.0)  # the highest loss of all is the last one
+    assert points[-1] == (120.0, 2.0)  # the largest loss is the last one
 
 
 def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
@@ -368,7 +368,7 @@ def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
         assert page.send("GET", f"/api/runs/{run}/download/{name}")[0] == 404
 
 
-# --- what it does not do ----------------------------------------------------------------------------------------------
+# --- rejected requests ------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     "; touch PWNED", "$(touch PWNED)", "`touch PWNED`", "a\nb: c", "--help", "@/etc/passwd",
@@ -584,7 +584,7 @@ def test_invalid_number_in_a_url_is_rejected(page, odd: str) -> None:
     assert page.send("POST", "/api/check", {"values": values, "seed": odd})[0] == 422
 
 
-# --- small things -----------------------------------------------------------------------------------------------------
+# --- other ------------------------------------------------------------------------------------------------------------
 
 
 def test_layout_names_existing_options() -> None:
@@ -646,10 +646,10 @@ def test_invalid_page_options_are_rejected(tmp_path, monkeypatch) -> None:
 def test_paths_are_checked_after_resolving_links(tmp_path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "out").symlink_to(tmp_path)
-    places = Roots([str(tmp_path / "in")])
-    assert places.within("a/b", "x") == tmp_path / "in" / "a" / "b"
+    roots = Roots([str(tmp_path / "in")])
+    assert roots.within("a/b", "x") == tmp_path / "in" / "a" / "b"
     with pytest.raises(APIError):
-        places.within("out/secret", "x")
+        roots.within("out/secret", "x")
 
 
 @pytest.mark.run

@@ -46,12 +46,12 @@ def outside(root: Path) -> Path:
 
 @pytest.fixture
 def below(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A process that the page has started."""
+    """Set the environment of a process that the page has started."""
     monkeypatch.setenv(ROOTS, str(root))
     return root
 
 
-# --- what a started process opens -------------------------------------------------------------------------------------
+# --- started processes ------------------------------------------------------------------------------------------------
 
 
 def test_page_jobs_do_not_open_a_model_outside_the_roots(below, outside) -> None:
@@ -94,7 +94,7 @@ def test_config_of_an_adapter_names_no_file_outside(below, outside, named, monke
 
 
 def test_model_with_internal_links_is_opened(below) -> None:
-    """As the cache of the hub is laid out."""
+    """The hub cache has this layout."""
     shutil.copytree(MODEL, below / "blobs")
     (below / "model").mkdir()
     for file in (below / "blobs").iterdir():
@@ -131,7 +131,7 @@ def test_record_cannot_name_an_image_outside(below, outside, spelling) -> None:
     (below / "link").symlink_to(outside)
     with pytest.raises(BadImage, match="web UI"):
         MediaReader((below,)).image(spelling.format(outside / "a.png"), "images[0]")
-    with pytest.raises(BadImage, match="web UI"):  # whether it is there is not told either
+    with pytest.raises(BadImage, match="web UI"):  # nor does the message reveal whether the file exists
         MediaReader((below,)).image(spelling.format(outside / "a.png").replace("a.png", "none.png"), "images[0]")
     with pytest.raises(BadImage, match="was not found"):
         MediaReader((below,)).image("none.png", "images[0]")
@@ -167,7 +167,7 @@ def test_linked_template_is_not_shown_by_the_form(page, root, outside) -> None:
     assert "a different web_roots" in text
 
 
-# --- what the page itself says ----------------------------------------------------------------------------------------
+# --- the page itself --------------------------------------------------------------------------------------------------
 
 
 def test_dataset_info_reveals_nothing_about_an_outside_file(page, root, outside) -> None:

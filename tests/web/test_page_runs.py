@@ -42,7 +42,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
-    """As a page that signs in each time with the key of the link."""
+    """Send a request, signed in with the key of the link."""
     host = server.address.removeprefix("http://")
     head = {"Origin": server.address, "Content-Type": "application/json"}
     connection = http.client.HTTPConnection(host, timeout=30)
@@ -57,7 +57,7 @@ def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
 
 
 def result_of(folder: Path) -> tuple[str, list[tuple[int, float]]]:
-    """The weights as a hash, and the loss of every step."""
+    """Return a hash of the weights, and the loss of every step."""
     weights = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
     rows = map(json.loads, (folder / "trainer_log.jsonl").read_text().splitlines())
     return weights, [(row["current_steps"], row["loss"]) for row in rows if "loss" in row]

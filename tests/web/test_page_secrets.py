@@ -23,7 +23,7 @@ nested: {{api_key: {WORD}}}
 
 @pytest.fixture
 def foreign(root: Path) -> Path:
-    """The folder of a run with tokens in every file."""
+    """Create a run folder with tokens in every file."""
     folder = root / "foreign"
     folder.mkdir()
     launch = {

@@ -32,7 +32,7 @@ class _Ended:
 
 @pytest.fixture
 def started_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The words of every process that the page starts."""
+    """Return a list that gets the command line of every process that the page starts."""
     argv: list[list[str]] = []
     monkeypatch.setattr(
         "burnish.serve.page.jobs.starting.start_burnish", lambda options, *_: argv.append(options) or _Ended()
@@ -41,7 +41,7 @@ def started_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
-    """The folder of a run that somebody sent, below a root."""
+    """Create the folder of a run received from someone else, below a root."""
     folder = root / "sent"
     folder.mkdir(exist_ok=True)
     launch = {**launch_record([]), "pid": 2**22 + 1, "folder": str(root)}
@@ -51,7 +51,7 @@ def sent_run(root: Path, values: dict[str, Any], text: str = "") -> None:
 
 
 def answers(page: Any, root: Path, values: dict[str, Any]) -> dict[str, tuple[int, str, str]]:
-    """Every route that takes the values of a run, or a run's folder -> status, code, option."""
+    """Call every route that accepts the values or the folder of a run. Return route -> status, code, option."""
     overrides = {**USUAL, "output_dir": "saves/new", **values}
     sent_run(root, {**USUAL, "output_dir": "sent", "val_size": 2, **values})
     run = page.id_of("sent")
@@ -187,22 +187,22 @@ def test_queue_written_by_others_is_checked_at_start(page, root, started_command
     values = {**USUAL, "output_dir": "saves/new", "trust_remote_code": "true"}
     page.site.home.write("queue.json", json.dumps([{"number": 1, "values": values, "folder": "new"}]))
     for name in ("factory", "trl"):
-        (root / name).rename(root / f".{name}")  # else they count as running
+        (root / name).rename(root / f".{name}")  # otherwise they count as running
     with pytest.raises(Exception, match="trust_remote_code"):
         page.run(page.site.starter.next_of_queue([]))
     assert started_commands == []
     (refused,) = page.site.starter.queued_jobs()
     assert "trust_remote_code" in refused["error"]
     assert "trust_remote_code" in page.send("GET", "/runs")[2]
-    page.run(page.site.starter.next_of_queue([]))  # it is not tried again
+    page.run(page.site.starter.next_of_queue([]))  # it is not started again
     assert started_commands == []
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- paths ------------------------------------------------------------------------------------------------------------
 
 
 def spellings(name: str, outside: Path) -> list[Any]:
-    """Ways to write a place outside of the roots, or one inside and one outside."""
+    """Return spellings of a path outside of the roots, alone or with one inside."""
     kind = str(OPTIONS[name].type)
     result: list[Any] = [str(outside), f"../{outside.name}", f"file://{outside}", "link/x.json", "~root/x"]
     if "list" in kind:
@@ -240,7 +240,7 @@ def test_comma_in_a_single_path_is_part_of_it(page, root, started_commands) -> N
 
 
 def test_relative_path_is_resolved_from_the_run_folder(page, root, started_commands) -> None:
-    """A run.yaml that was started in a folder below the root, in which a link leads outside."""
+    """The run was started in a folder below the root with a link to the outside."""
     deep = root / "deep"
     deep.mkdir()
     (root.parent / "secret").mkdir()
@@ -276,7 +276,7 @@ def test_link_or_dataset_info_in_data_opens_nothing_outside(page, root, describe
     assert "a different web_roots" in text
 
 
-# --- what a folder that was sent may hold -----------------------------------------------------------------------------
+# --- content of received folders --------------------------------------------------------------------------------------
 
 
 def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
@@ -293,7 +293,7 @@ def test_oversized_run_yaml_stops_no_other_request(page, root) -> None:
 @pytest.mark.slow
 @pytest.mark.run
 def test_page_jobs_import_no_module_of_a_folder(page, root) -> None:
-    """``python -m`` looks into the current folder first, which a run's launch.json names."""
+    """``python -m`` searches the current folder first, which launch.json determines."""
     sent_run(root, {**USUAL, "output_dir": "sent"})
     (root / "sent/launch.json").write_text(
         json.dumps({**launch_record([]), "pid": 2**22 + 1, "folder": str(root / "sent")})

@@ -45,7 +45,7 @@ def test_json_file_is_a_dataset_if_it_holds_a_list(page, root) -> None:
 def test_file_is_uploaded_in_chunks_without_overwriting(page, root) -> None:
     assert put(page, "/api/uploads/a.jsonl?offset=0", b'{"a": 1}\n')[0] == 202
     assert not (root / "data/a.jsonl").exists()
-    assert put(page, "/api/uploads/a.jsonl?offset=3&last=1", b"x")[0] == 409  # not where the last piece ended
+    assert put(page, "/api/uploads/a.jsonl?offset=3&last=1", b"x")[0] == 409  # not at the end of the last chunk
     assert put(page, "/api/uploads/a.jsonl?offset=9&last=1", b'{"a": 2}\n') == (201, {"file": "data/a.jsonl"})
     assert (root / "data/a.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
     assert sorted(path.name for path in (root / "data").iterdir()) == ["a.jsonl"]

@@ -10,8 +10,8 @@ from burnish.serve.page.places import Roots
 
 @pytest.mark.run
 def test_pipes_of_a_stopped_planner_are_closed_before_the_event_loop(tmp_path):
-    """Otherwise "Event loop is closed" is printed when they are collected. pytest formats that error in the middle of
-    any other test, and a call of ``ast.parse`` that is interrupted by it fails in CPython 3.11."""
+    """Otherwise "Event loop is closed" is raised at garbage collection. pytest formats this error during another test,
+    and in CPython 3.11 an interrupted ``ast.parse`` fails."""
 
     async def start_and_stop() -> asyncio.subprocess.Process:
         planner = Planner(Roots([str(tmp_path)]), tmp_path / "planner.log")

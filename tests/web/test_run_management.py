@@ -51,7 +51,7 @@ def test_deleted_run_can_be_restored_until_the_trash_is_emptied(page, root) -> N
     page.send("DELETE", f"/api/runs/{run}", {})
     folder.mkdir()
     (again,) = page.get("/api/trash")["runs"]
-    assert page.send("POST", f"/api/trash/{again['id']}", {})[0] == 409  # the folder exists again
+    assert page.send("POST", f"/api/trash/{again['id']}", {})[0] == 409  # a folder of the same name exists
     assert page.send("DELETE", "/api/trash", {})[0] == 200
     assert page.get("/api/trash") == {"runs": []}
     assert page.send("POST", "/api/trash/x", {})[0] == 404

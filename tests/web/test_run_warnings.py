@@ -19,7 +19,7 @@ def warnings_for(*losses: object, every: int = 10) -> dict[str, dict[str, object
 def test_rising_evaluation_loss_is_reported_with_its_first_step() -> None:
     assert warnings_for(2.0, 1.5, 1.2, 1.3, 1.4) == {"warning_eval_loss_rising": {"step": 30, "best": "1.2", "at": 30}}
     assert warnings_for(1.0, 2.0, 1.5, 1.6, 1.7) == {"warning_eval_loss_rising": {"step": 30, "best": "1", "at": 10}}
-    assert warnings_for(2.0, 1.5, 1.2, 1.3) == {}  # once may be chance
+    assert warnings_for(2.0, 1.5, 1.2, 1.3) == {}  # a single increase may be noise
     assert warnings_for(3.0, 2.0, 1.0, 0.5) == warnings_for(1.0) == warnings_for() == {}
 
 
