@@ -35,7 +35,7 @@ def device_of(options: ParallelOptions) -> torch.device:
 
 
 def untested_accelerator(options: ParallelOptions) -> str:
-    """The type of the machine's accelerator if burnish has not been tested on it and does not use it, such as mps."""
+    """The type of an accelerator that is not used because burnish has not been tested on it, such as mps; "" if none."""
     found = _accelerator(options)
     return "" if found == "cuda" else found
 

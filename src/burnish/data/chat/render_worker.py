@@ -40,7 +40,7 @@ class _Characters(dict[str, Any]):
 def main() -> None:
     """Answer requests until standard input ends."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # replies are not mixed with output of libraries
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     class Plain(PreTrainedTokenizerBase):

@@ -388,7 +388,7 @@ def _number_problems(node: yaml.Node, path: Path) -> Iterator[Problem]:
 
 
 def _readings(node: yaml.ScalarNode, text: str) -> Iterator[Any]:
-    """Yield the values of a number in YAML 1.1 and in YAML 1.2, and its value without underscores."""
+    """Yield the values of a number according to YAML 1.1 and YAML 1.2, and its value without underscores."""
     if node.tag in _OF_YAML_1_1:
         with suppress(ValueError):  # 0x_ matches the pattern of an integer
             yield yaml.constructor.SafeConstructor().construct_object(node)

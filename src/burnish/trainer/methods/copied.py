@@ -1,4 +1,4 @@
-"""Attributes and methods that scripts need whose overrides were copied from transformers.
+"""Attributes and methods for overrides that contain copies of transformers' code.
 
 A script that changes one line of ``compute_loss``, ``training_step`` or ``evaluation_loop`` often contains a copy of
 the whole method. The copy uses names of features that burnish does not have, such as tensor parallelism. They are

@@ -124,7 +124,7 @@ _NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERE
 
 @dataclass(frozen=True)
 class InPaddedBatch:
-    """A row of a padded batch with images, as its indices in the batch.
+    """Reference to a row of a padded batch with images.
 
     Args:
         batch: the padded batch.
