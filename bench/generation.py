@@ -147,7 +147,7 @@ def engine_alone() -> dict[str, float]:
     large = Scheduler(make_model(), SlotLimits(SLOTS, 1024))
     generate_all(large, [GenerationRequest([5, 6, 7], 2)])
     wall_s, cpu_s = (min(each) for each in zip(*taken, strict=True))
-    size = large.way.cache_bytes / SLOTS / STEP
+    size = large.backend.cache_bytes / SLOTS / STEP
     return {"small_token_s": wall_s, "small_token_cpu_s": cpu_s, "slot_bytes_per_token": size}
 
 

@@ -168,6 +168,15 @@ def test_counting_labels_overrides_no_method_of_a_trainer(tmp_path):
     assert own.labels > 0
 
 
+@pytest.mark.slow
+def test_engine_is_measured_without_a_server():
+    import generation
+
+    measured = generation.engine_alone()
+    assert measured.keys() == {"small_token_s", "small_token_cpu_s", "slot_bytes_per_token"}
+    assert min(measured.values()) > 0
+
+
 def test_prediction_is_measured_from_the_end_of_training(monkeypatch):
     meter = gauge.Gauge()
     meter.trained_cpu_s = 5.0

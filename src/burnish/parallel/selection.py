@@ -35,7 +35,7 @@ def device_of(options: ParallelOptions) -> torch.device:
 
 
 def untested_accelerator(options: ParallelOptions) -> str:
-    """The type of an accelerator that is not used because burnish has not been tested on it, such as mps; "" if none."""
+    """The type of an accelerator that is not used because burnish has not been tested on it, such as mps; or ""."""
     found = _accelerator(options)
     return "" if found == "cuda" else found
 
