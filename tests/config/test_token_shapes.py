@@ -140,7 +140,9 @@ TOKEN = "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
     [f"hf_hub_token: {TOKEN}: x\n", f'hf_hub_token: "{TOKEN}\nlr: 1\n', f"hf_hub_token: [{TOKEN}, 2]\nlr: 1\n",
      f"{TOKEN}\n", f"- {TOKEN}\n", f"{TOKEN}: 1\n", f"hf_hub_token: {{a: {TOKEN}}}\n", f"model_name_or_path: {TOKEN}\n",
      f"lora_rank: {TOKEN}\n", f"a: 1\n\thub_token: {TOKEN}\n", f"report_to: {TOKEN}\n", f"hf_hub_token: *{TOKEN}\n",
-     "hf_hub_token: [short1x, 2]\n", "hf_hub_token: short1x: x\n", "hf_hub_token: 'short1x\n"],
+     "hf_hub_token: [short1x, 2]\n", "hf_hub_token: short1x: x\n", "hf_hub_token: 'short1x\n",
+     'hf_hub_token: "first\\\n  short1x" x: y\n', "hf_hub_token: 'first\n  short1x' x: y\n",
+     "hf_hub_token: first\n  short1x: y\n"],
 )  # fmt: skip
 def test_file_error_shows_no_token(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"

@@ -144,9 +144,18 @@ _KEY = re.compile(
     re.VERBOSE,
 )
 """A line of YAML with a key whose value is on the following lines: ``name:``, ``name: >-``, ``? name``."""
+_KEY_WITH_VALUE = re.compile(
+    r"""^(?P<indent> *)(?P<item>(?:- +)*)(?P<ask>\? +)?["']?(?P<name>[\w-]+)["']?[ \t]*(?:$|:)"""
+)
+"""A line of YAML with a key, whose value may begin on the same line and continue on the following ones."""
 
 
-def _mask_private_keys(text: str) -> str:
+def mask_continued_values(text: str) -> str:
+    """Return YAML in which lines that continue the value of a secret are replaced. For a single line to be shown."""
+    return _mask_private_keys(text, _KEY_WITH_VALUE)
+
+
+def _mask_private_keys(text: str, key: re.Pattern[str] = _KEY) -> str:
     """Return YAML with the values of secrets on the lines below their names replaced, except for the first such line,
     which ``_AFTER_NAME`` finds."""
     if "\n" not in text:
@@ -160,7 +169,7 @@ def _mask_private_keys(text: str) -> str:
                 lines[number] = f"{line[:indent]}{': ' if is_asked and indent == inside else ''}{MASK}"
                 continue
             inside = inside if is_value else -1
-        found = _KEY.match(line.rstrip("\r"))
+        found = key.match(line.rstrip("\r"))
         if found and has_secret_name(found["name"]):
             inside, is_asked = len(found["indent"]) + len(found["item"]), bool(found["ask"])
     return "\n".join(lines)

@@ -26,6 +26,7 @@ from burnish.config.bounds import LARGEST_CONFIG_BYTES, MOST_NODES
 from burnish.config.conversion import num_nodes
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.config.options import RawValue
+from burnish.config.secrets import mask_continued_values
 from burnish.utils.files import expand_user, special_file_kind
 
 COMMAND_LINE = "the command line"
@@ -270,7 +271,7 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
 
 def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> UserError:
     """Return an error ``run.yaml:3:1: ...`` with the line and a caret."""
-    lines = text.splitlines() or [""]
+    lines = mask_continued_values(text).splitlines() or [""]
     line = min(line, len(lines))  # an error at the end of the file is reported after its last line
     source = lines[line - 1]
     remedy = "" if path.suffix == ".json" else "Write each line as key: value, and quote values that contain : or #."
@@ -281,7 +282,7 @@ def _syntax_error(path: Path, text: str, line: int, column: int, fault: str) -> 
     return UserError(
         f"{fault.rstrip('.')}.",
         where=f"{path}:{line}:{column}",
-        why=f"  {shown}\n  {' ' * (column + 1)}^",
+        why=f"  {shown}\n  {' ' * (min(column, len(shown) + 1) + 1)}^",
         remedy=remedy,
     )
 
