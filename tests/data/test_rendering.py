@@ -30,19 +30,19 @@ def tokenizer() -> Any:
 
 
 def test_time_limit_ends_with_its_block(tokenizer: Any) -> None:
-    limit_s = rendering._worker.limit_s
+    limit_s = rendering._workers.limit_s
     with (
         pytest.raises(UserError, match=r"took more than 0\.3 s"), rendering.limit_rendering(0.3)
     ):  # fmt: skip
         render(tokenizer, [Conversation(CHAT)], LOOPS)
-    assert rendering._worker.limit_s == limit_s
+    assert rendering._workers.limit_s == limit_s
 
 
 @pytest.mark.parametrize("body", [LOOPS, POWER])
 def test_endless_rendering_is_stopped_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
-    monkeypatch.setattr(rendering._worker, "limit_s", 0.3)
+    monkeypatch.setattr(rendering._workers, "limit_s", 0.3)
     errors: list[Exception] = []
 
     def work() -> None:
@@ -105,6 +105,29 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
         tokenizer.chat_template = original
 
 
+def test_looping_templates_delay_no_other_thread(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering._workers, "limit_s", 3)
+    stuck = rendering._workers.LIMIT - 1
+    failures: list[str] = []
+
+    def loop() -> None:
+        try:
+            render(tokenizer, [Conversation(CHAT)], LOOPS)
+        except UserError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=loop) for _ in range(stuck)]
+    for thread in threads:
+        thread.start()
+    while len(rendering._workers.processes) < stuck or rendering._workers._idle:
+        time.sleep(0.01)
+    assert render(tokenizer, [Conversation(CHAT)], "{{ messages | length }}")[0].text == "2"
+    assert failures == []
+    for thread in threads:
+        thread.join(30)
+    assert len(failures) == stuck
+
+
 @pytest.mark.run
 def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -128,8 +151,7 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
         def readline(self) -> bytes:
             raise KeyboardInterrupt
 
-    process = rendering._worker._process
-    assert process is not None
+    (process,) = rendering._workers._idle
     process.stdout, original = Interrupted(process.stdout), process.stdout  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         render_text("d")
@@ -165,8 +187,8 @@ def test_library_that_prints_or_fails_on_import(
 
 def _stop_worker() -> None:
     rendering.stop_rendering()
-    if rendering._worker._process is not None:
-        rendering._worker._process.wait()
+    for process in rendering._workers.processes:
+        process.wait()
 
 
 @pytest.mark.slow
@@ -176,11 +198,11 @@ def test_worker_ends_with_its_parent(tmp_path: Path) -> None:
 import time
 from transformers import AutoTokenizer
 from burnish.data.chat import rendering
-rendering._worker.limit_s = 2
+rendering._workers.limit_s = 2
 tokenizer = AutoTokenizer.from_pretrained({str(Path(burnish.__file__).parent / "demo" / "model")!r})
 chat = [{{"role": "user", "content": "x"}}]
 rendering.render(tokenizer, [rendering.Conversation(chat)])
-print(rendering._worker._process.pid, flush=True)
+print(rendering._workers.processes[0].pid, flush=True)
 rendering.render(tokenizer, [rendering.Conversation(chat)], {LOOPS!r})
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(burnish.__file__).parents[1])}

@@ -90,7 +90,7 @@ def test_chat_template_with_nested_loops_is_stopped(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("loops.jinja").write_text(LOOPS, encoding="utf-8")
-    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._workers.limit_s", 0.5)
     assert "the chat template took more than 0.5 s" in run_error(capsys, "template=loops.jinja")
 
 
@@ -98,7 +98,7 @@ def test_chat_template_with_nested_loops_is_stopped(
 def test_chat_template_that_exhausts_memory_is_stopped(
     term: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 1)
+    monkeypatch.setattr("burnish.data.chat.rendering._workers.limit_s", 1)
     text = (
         "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% generation %}{% endgeneration %}{{ TERM }}"
     )
@@ -114,7 +114,7 @@ def test_terminal_chat_and_page_stop_looping_chat_template(
     """The template loops only for typed messages, so the model is loaded."""
     from burnish.serve.page.planner_process import planner
 
-    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._workers.limit_s", 0.5)
     text = LOOPS.replace("{% for a", "{% if 'loop' in messages[0]['content'] %}{% for a", 1) + "{% endif %}"
     Path("loops.jinja").write_text(text, encoding="utf-8")
     assert cli.main(["chat", MODEL, "template=loops.jinja", "--once", "loop"]) == 2

@@ -953,7 +953,7 @@ def test_dataset_without_remaining_rows_is_rejected(tmp_path):
 @pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
 def test_endless_chat_template_is_stopped_and_memory_exhausting_one_rejected(tmp_path, monkeypatch, mark):
     body = mark + "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-    monkeypatch.setattr("burnish.data.chat.rendering._worker.limit_s", 0.5)
+    monkeypatch.setattr("burnish.data.chat.rendering._workers.limit_s", 0.5)
     own = tokenizer()
     own.chat_template = body + "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(UserError, match=r"took more than 0\.5 s"):

@@ -1,8 +1,9 @@
-"""Render conversations with a chat template, in a worker process with time and memory limits.
+"""Render conversations with a chat template, in worker processes with time and memory limits.
 
 A chat template is a program from an untrusted source. Jinja's sandbox protects files, but limits neither time nor
-memory, and a looping thread cannot be stopped. Each process therefore renders in one worker process
-(``render_worker.py``). It starts with the first rendering and ends itself if a rendering exceeds its time or memory.
+memory, and a looping thread cannot be stopped. Each process therefore renders in worker processes
+(``render_worker.py``): one that starts with the first rendering, and more if several threads render at the same time.
+A worker ends itself if a rendering exceeds its time or memory.
 burnish's named templates are data rather than programs and are rendered in the main process (``slots.py``).
 
     (found,) = render(tokenizer, [Conversation(chat)])
@@ -89,15 +90,15 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     named = [tokenizer.get_chat_template(template, each.tools) for each in conversations]
     templates = sorted(set(named))
     request = {
-        "templates": templates, "variables": tokenizer.special_tokens_map, "seconds": _worker.limit_s,
+        "templates": templates, "variables": tokenizer.special_tokens_map, "seconds": _workers.limit_s,
         "conversations": [
             (templates.index(name), each.chat, each.tools, each.parts, each.marks, each.variables)
             for name, each in zip(named, conversations, strict=True)
         ],
     }  # fmt: skip
-    replies = _worker.ask(json.dumps(request, default=_placeholder).encode() + b"\n")
+    replies = _workers.ask(json.dumps(request, default=_placeholder).encode() + b"\n")
     if replies is None:
-        what = f"the chat template took more than {_worker.limit_s:g} s to render one conversation."
+        what = f"the chat template took more than {_workers.limit_s:g} s to render one conversation."
         raise UserError(what, why="It may contain nested loops.", remedy=_REMEDY)
     return [_rendering(reply) for reply in replies]
 
@@ -199,16 +200,16 @@ def marked_ids(tokenizer: Any, conversation: Conversation) -> tuple[list[int], l
 @contextmanager
 def limit_rendering(seconds: float) -> Iterator[None]:
     """Set the time limit of a rendering in this process, and restore it at the end."""
-    before, _worker.limit_s = _worker.limit_s, seconds
+    before, _workers.limit_s = _workers.limit_s, seconds
     try:
         yield
     finally:
-        _worker.limit_s = before
+        _workers.limit_s = before
 
 
 def stop_rendering() -> None:
-    """Kill the worker process, which also ends a rendering that another thread is waiting for."""
-    _worker.stop()
+    """Kill the worker processes, which also ends renderings that other threads are waiting for."""
+    _workers.stop()
 
 
 def _placeholder(value: Any) -> Any:
@@ -217,21 +218,25 @@ def _placeholder(value: Any) -> Any:
     return item() if type(value).__module__ == "numpy" and item and not value.ndim else f"<{type(value).__name__}>"
 
 
-class _Worker:
-    """The worker of this process, shared by its threads.
+class _Workers:
+    """The worker processes of this process, at most ``LIMIT``. Another one starts if all are rendering.
 
     Attributes:
         limit_s: time limit of a rendering in seconds.
+        processes: workers, idle or rendering.
     """
+
+    LIMIT = 4
 
     def __init__(self) -> None:
         self.limit_s = RENDERING_S
         self.reset()
 
     def reset(self) -> None:
-        """Drop the reference to the process without killing it: after a fork it belongs to the parent."""
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        """Drop the references to the processes without killing them: after a fork they belong to the parent."""
+        self._slots = threading.BoundedSemaphore(self.LIMIT)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, request: bytes) -> list[dict[str, Any]] | None:
         """Return the replies, or None if the worker exceeded its time limit or was stopped.
@@ -239,10 +244,8 @@ class _Worker:
         Raises:
             UserError: if the worker ended otherwise, for example because it cannot import its libraries.
         """
-        with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = _start()
+        with self._slots:
+            process = self._take()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -256,16 +259,30 @@ class _Worker:
                 raise
             if not line.endswith(b"\n"):
                 status = _exit_status(process)
+                self.processes.remove(process)
                 if status in (-signal.SIGALRM, -signal.SIGKILL):
                     return None
                 what = f"the process that renders chat templates ended with exit status {status}."
                 raise UserError(what, why="Its error is printed above.")
+            self._idle.append(process)
             replies: list[dict[str, Any]] = json.loads(line)
             return replies
 
+    def _take(self) -> subprocess.Popen[bytes]:
+        """Return an idle worker, the last used one first, or a new one."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                break
+            if process.poll() is None:
+                return process
+        process = _start()
+        self.processes.append(process)
+        return process
+
     def stop(self) -> None:
-        process = self._process
-        if process is not None:
+        for process in list(self.processes):
             process.kill()
 
 
@@ -286,6 +303,6 @@ def _start() -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-_worker = _Worker()
-os.register_at_fork(after_in_child=_worker.reset)
+_workers = _Workers()
+os.register_at_fork(after_in_child=_workers.reset)
 atexit.register(stop_rendering)
