@@ -26,7 +26,7 @@ def train(kind: str, layers: int, width: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from burnish.optim.builtin import create_optimizer
-    from burnish.run.plan.plan import RunOptions
+    from burnish.run.plan.options import RunOptions
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -62,7 +62,7 @@ def make(folder: Path, required: list[str]) -> None:
         raise RuntimeError(f"{folder} is a symbolic link to {folder.resolve()} and is not replaced. Remove the link.")
     print(f"Installing {', '.join(required)} into {folder} (once; takes some minutes) ...", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     # torch is installed first and listed again, so that a dependency does not replace it.
     subprocess.run([*pip, pinned_torch()], check=True)
     subprocess.run([*pip, pinned_torch(), *required], check=True)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from generation_material import END_TOKEN, EVEN, SLOTS, Workload, make_model, workloads
@@ -88,9 +89,9 @@ def in_batches(stack: ExitStack) -> Backend:
 
 def continuous_batching(stack: ExitStack) -> Backend:
     """Generate with transformers' continuous batching, sized for the workload: its defaults take most of the memory."""
-    managers: dict[bool, object] = {}
+    managers: dict[bool, Any] = {}
 
-    def manager(samples: bool):
+    def manager(samples: bool) -> Any:
         if samples not in managers:
             # Per-request settings have an effect only if those of the manager differ from the neutral values.
             settings = {"temperature": 0.9, "top_k": 40, "top_p": 0.95} if samples else None
@@ -108,7 +109,8 @@ def continuous_batching(stack: ExitStack) -> Backend:
         stack.callback(manager(samples).stop, block=True, timeout=5)
 
     def respond(workload: Workload) -> list[list[int]]:
-        batch, results = manager(workload.settings[0] is not None), {}
+        batch = manager(workload.settings[0] is not None)
+        results: dict[int, Any] = {}
         numbers = {}
         for index, ids in enumerate(workload.prompts):
             numbers[

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SLOTS, EVEN, UNEVEN = 8, 48, 32
 VOCABULARY = 8192
@@ -29,7 +30,7 @@ class Workload:
     settings: list[dict[str, float] | None]
 
 
-def make_model(is_small: bool = False):
+def make_model(is_small: bool = False) -> Any:
     """Return a random Llama with 31 million weights, or a very small one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,7 @@ def measure(setting: Setting, material: Path, lock: Path, timeout_s: float, on_c
                                       text=True, timeout=timeout_s)  # fmt: skip
             text = f"{finished.stderr}\n{finished.stdout}"
         except subprocess.TimeoutExpired as error:
-            text = f"{error}\n{error.stderr}"
+            text = f"{error}\n{error.stderr!r}"
     lines = [line for line in text.splitlines() if line.startswith(MARK)]
     figures: dict[str, Any] = json.loads(lines[0].removeprefix(MARK)) if lines else {"failed": text.strip()[-1500:]}
     print(f"  {row(setting.name, figures, {})}{figures.get('failed', '')}", file=sys.stderr, flush=True)
@@ -131,7 +132,11 @@ def main() -> None:
     make(material, folder)
     facts = read_facts(folder)
     print(f"{facts}; made in {time.time() - begin:.0f} s", flush=True)
-    parts = {"full": partial(full_or_lora, "full"), "lora": partial(full_or_lora, "lora"), "grpo": grpo}
+    parts: dict[str, Callable[[int, dict[str, Any]], list[Setting]]] = {
+        "full": partial(full_or_lora, "full"),
+        "lora": partial(full_or_lora, "lora"),
+        "grpo": grpo,
+    }
     found: dict[str, dict[str, Any]] = {}
     for part in arguments.parts or parts:
         settings = [one for one in parts[part](arguments.batch, facts)

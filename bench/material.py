@@ -198,7 +198,7 @@ def make_model(material: Material, folder: Path) -> int:
         set_end_probability(model, material.ends)
     model.save_pretrained(folder)
     positions = sum(weight.numel() for name, weight in model.named_parameters() if name.endswith("wpe.weight"))
-    return model.num_parameters() - positions
+    return int(model.num_parameters() - positions)
 
 
 def set_end_probability(model: Any, tokens: int) -> None:

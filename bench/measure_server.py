@@ -74,7 +74,8 @@ class Server:
         body = {"model": self.model, "stream": True, "max_tokens": length, "temperature": 0,
                 "messages": [{"role": "user", "content": to_text(ids)}]}  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=READY_S)
-        begin, times = time.monotonic(), []
+        begin = time.monotonic()
+        times: list[float] = []
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:

@@ -152,7 +152,7 @@ class Bench:
         if isinstance(python, str):
             return python
         try:
-            command = [python, HERE / command[0], *command[1:]]
+            command = [str(python), str(HERE / command[0]), *command[1:]]
             finished = subprocess.run(
                 command,
                 env=environment(setting.library, setting.processor) | variables,

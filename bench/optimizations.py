@@ -27,7 +27,7 @@ def _memory() -> None:
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    base.keep_freed_memory = lambda is_sharded=False: False
+    vars(base)["keep_freed_memory"] = lambda is_sharded=False: False
     buffer_pool.empty = empty
 
 

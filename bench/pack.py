@@ -37,7 +37,7 @@ def lengths(count: int, median: int, longest: int) -> list[int]:
 def burnish(rows: list[dict[str, Any]], capacity: int) -> Callable[[], int]:
     from burnish.data.batches.batching import pack
 
-    return lambda: len(pack(rows, capacity))  # type: ignore[arg-type]
+    return lambda: len(pack(rows, capacity))
 
 
 def trl(rows: list[dict[str, Any]], capacity: int) -> Callable[[], int]:

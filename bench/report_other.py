@@ -107,10 +107,10 @@ def checkpoint(rounds: Sequence[Round]) -> str:
     """Format the time that a checkpoint blocks training."""
 
     def wait(figures: Figures) -> float:
-        return statistics.median(figures["save_waits_s"])
+        return float(statistics.median(figures["save_waits_s"]))
 
     def wait_cpu(figures: Figures) -> float:
-        return statistics.median(figures["save_waits_cpu_s"])
+        return float(statistics.median(figures["save_waits_cpu_s"]))
 
     shares = [ratios(rounds, "burnish", "transformers", figure) for figure in (wait, wait_cpu)]
     lines = table(

@@ -133,7 +133,7 @@ def mfu(figures: Figures, rate: float, facts: Figures, method: str) -> float:
     weights, which have no gradients. The head counts for every token, even if a library skips some; products inside
     attention are not counted."""
     operations = (6 if method == "full" else 4) * facts["weights"]
-    return operations * speed(figures) * facts["tokens"] / facts["labels"] / rate
+    return float(operations * speed(figures) * facts["tokens"] / facts["labels"] / rate)
 
 
 def state_bytes(facts: Figures, method: str, ours: str) -> int:

@@ -22,7 +22,7 @@ from gauge import ENDS_AT_FIRST_STEP, MARK, print_measurements
 def start(arguments: list[str]) -> dict[str, Any]:
     """Run a new process until its first step and return its measurements."""
     variables = {**os.environ, ENDS_AT_FIRST_STEP: "1", "BENCH_STARTED_S": str(time.time())}
-    command = [sys.executable, Path(__file__).with_name("train_burnish.py"), *arguments, "overwrite_cache=false"]
+    command = [sys.executable, str(Path(__file__).with_name("train_burnish.py")), *arguments, "overwrite_cache=false"]
     finished = subprocess.run(command, env=variables, capture_output=True, text=True)
     lines = [line for line in finished.stdout.splitlines() if line.startswith(MARK)]
     if not lines:

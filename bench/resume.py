@@ -25,11 +25,11 @@ ROWS_PER_STEP = 8
 class Rows(Sequence[Any]):
     """A dataset of rows with 32 tokens."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __len__(self) -> int:
-        return self.count
+        return self.length
 
     def __getitem__(self, index: Any) -> Any:
         return {"input_ids": [index % 1000] * 32, "labels": [index % 1000] * 32}
@@ -50,7 +50,8 @@ def transformers(rows: Rows, step: int) -> Any:
     from torch.utils.data import DataLoader
     from transformers import default_data_collator
 
-    loader = DataLoader(rows, ROWS_PER_STEP, shuffle=True, collate_fn=default_data_collator)
+    dataset: Any = rows
+    loader: Any = DataLoader(dataset, ROWS_PER_STEP, shuffle=True, collate_fn=default_data_collator)
     return next(iter(skip_first_batches(loader, step) if step else loader))
 
 

@@ -238,7 +238,7 @@ def servers(part_run: PartRun) -> str:
     rounds = [
         {
             name: run_script(
-                part_run, "burnish", "measure_server.py", *folders, *command(part_run.bench.python(library))
+                part_run, "burnish", "measure_server.py", *folders, *command(part_run.bench.python(library) or "")
             )
             for name, (library, command) in SERVERS.items()
         }

@@ -257,7 +257,11 @@ def process_settings() -> tuple[Setting, ...]:
     sharded = {"fsdp": "full_shard", "fsdp_config": layers}
     trl = {"padding_free": True, "max_length": None, "gradient_checkpointing": False}
     same: dict[str, Any] = {"bf16": True, "max_steps": 7, "save_strategy": "steps", "save_steps": 7}
-    variants = (("one process", 1, {}, {}), ("DDP", 2, {}, {}), ("FSDP2", 2, sharded, {"fsdp": "full_shard"}))
+    variants: tuple[tuple[str, int, dict[str, Any], dict[str, Any]], ...] = (
+        ("one process", 1, {}, {}),
+        ("DDP", 2, {}, {}),
+        ("FSDP2", 2, sharded, {"fsdp": "full_shard"}),
+    )
     settings_list = []
     for way, count, theirs, ours in variants:
         share = same | {"per_device_train_batch_size": ROWS_PER_STEP // count}

@@ -113,7 +113,8 @@ def run(material: Path, output: str, arguments: list[str]) -> None:
     loop = build_loop(planned, prepared, create_parallel(planned.options), None)
     connect(gauge, loop)
     if isinstance(gauge, GRPOGauge):
-        loop.objective.source.complete = gauge.timed(loop.objective.source.complete)
+        objective: Any = loop.objective
+        objective.source.complete = gauge.timed(objective.source.complete)
     else:
         loop.model.register_forward_pre_hook(lambda module, batch: gauge.count(batch[0]["labels"]))
     for owner, name in (
@@ -134,15 +135,16 @@ def run(material: Path, output: str, arguments: list[str]) -> None:
 
 def generate(gauge: Gauge, loop: Any, prepared: Any, planned: Any) -> None:
     """Generate responses and count their tokens; all have the same number of tokens."""
-    num_tokens, answer_all = [0], predict.answer_all
+    num_tokens, functions = [0], vars(predict)
+    answer_all = functions["answer_all"]
     bare_model(loop).generation_config.min_new_tokens = planned.options.max_new_tokens
 
     def counted(*args: Any) -> list[list[int]]:
-        answers = answer_all(*args)
+        answers: list[list[int]] = answer_all(*args)
         num_tokens[0] += sum(map(len, answers))
         return answers
 
-    predict.answer_all = counted
+    functions["answer_all"] = counted
     predict.predict_all(loop, prepared, planned)
     gauge.on_predict(num_tokens[0])
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -124,7 +125,9 @@ def main(argv: list[str]) -> None:
     adapter = lora(stage) if overrides.pop("finetuning_type", "full") == "lora" else None
     model = load(material, overrides.pop("dtype", "float32"), stage)
     uses_burnish = overrides.get("made_by") == "burnish"
-    create = {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
+    create: Callable[..., tuple[Any, Gauge]] = (
+        {"trl": trl, "transformers": transformers}[library] if stage == "sft" else partial(preferences, stage)
+    )
     if stage in GRPO_STAGES:
         create = make_trl_trainer
     trainer, gauge = create(material, model, adapter, overrides)
