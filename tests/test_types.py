@@ -58,7 +58,9 @@ def test_each_misspelled_option_fails_the_type_check(tmp_path):
             inserted.add((file.relative_to(tmp_path).as_posix(), node.lineno))
         file.write_text("".join(lines), encoding="utf-8")
     assert len(inserted) > 1000
-    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "src/burnish"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     result = {(file, int(line)) for file, line in re.findall(r"^(src/\S+?):(\d+): error: ", checked.stdout, re.M)}
     assert not sorted(inserted - result)
 
@@ -77,5 +79,7 @@ def test_misspelled_library_attribute_fails_the_type_check(tmp_path):
         "    LoraConfig(lora_rank=8)\n",
         encoding="utf-8",
     )  # configs and tokenizers of transformers have ``__getattr__``, so a type checker finds nothing there
-    checked = subprocess.run([sys.executable, "-m", "mypy"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "src/burnish"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert [int(line) for line in re.findall(r"reader\.py:(\d+): error: ", checked.stdout)] == [6, 7, 8]
