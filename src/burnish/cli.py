@@ -189,7 +189,7 @@ def _env(argv: Arguments) -> int:
     _refuse_arguments("env", argv)
     from burnish.explain.env import environment
 
-    print_result("\n".join(f"{name:<14}{value}" for name, value in environment().items()))
+    print_result("\n".join(f"{name:<13} {value}" for name, value in environment().items()))
     return 0
 
 

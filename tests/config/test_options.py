@@ -120,7 +120,7 @@ def test_union_rejects_groups_that_declare_the_same_field():
     class Other:
         learning_rate: float = option(1.0, "Mine too.")
 
-    with pytest.raises(ValueError, match=r"'learning_rate' is declared by Rate and by Other"):
+    with pytest.raises(ValueError, match=r'"learning_rate" is declared by test_options.Rate and by test_options.Other'):
         union("Clash", Rate, Other)
 
 
@@ -131,7 +131,7 @@ def test_union_rejects_alias_equal_to_another_option_name():
     class Other:
         peak: float = option(1.0, "Mine.", aliases=("warmup",))
 
-    with pytest.raises(ValueError, match=r"'warmup' is declared by Rate and by Other"):
+    with pytest.raises(ValueError, match=r'"warmup" is declared by test_options.Rate and by test_options.Other'):
         union("Clash", Rate, Other)
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from burnish.config.conversion import as_type, members, type_in_words
 from burnish.config.errors import OptionText, Problem, UserError, did_you_mean
+from burnish.config.extensions import packages_of
 from burnish.config.secrets import has_secret_name, keep_secret
 
 OptionsT = TypeVar("OptionsT")
@@ -164,21 +165,25 @@ def union(name: str, *groups: type, doc: str = "") -> type:
     """A flat dataclass of all options of ``groups``.
 
     Raises:
-        ValueError: if two groups declare the same name or alias.
+        UserError: if two groups declare the same name or alias.
     """
     owner: dict[str, type] = {}
     for group in groups:
         for word in (word for spec in specs(group).values() for word in (spec.name, *spec.aliases)):
             if word in owner:
-                raise ValueError(
-                    f"Option {word!r} is declared by {owner[word].__name__} and by {group.__name__}; "
-                    "only one component may declare it."
-                )
+                raise _declared_twice(word, owner[word], group)
             owner[word] = group
     made = type(
         name, tuple(reversed(groups)), {"__doc__": doc or f"Options of {', '.join(g.__name__ for g in groups)}."}
     )
     return dataclass(made)
+
+
+def _declared_twice(word: str, *groups: type) -> UserError:
+    by = " and by ".join(f"{group.__module__}.{group.__name__}" for group in groups)
+    packages = " and ".join(packages_of(group.__module__ for group in groups))
+    remedy = f"Update or uninstall {packages}." if packages else ""
+    return UserError(f'Option "{word}" is declared by {by}; names must be unique.', where=packages, remedy=remedy)
 
 
 def build(group: type[OptionsT], raw_values: Mapping[str, RawValue]) -> tuple[OptionsT, list[Problem]]:

@@ -11,8 +11,9 @@ registry. One that cannot be loaded is an error with its name and package. See d
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -58,11 +59,13 @@ class Registry(Generic[T]):
         true.
         """
         module = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if options is not None and not is_dataclass(options):
+            raise TypeError(f"the options of {self.family} {names[0]!r} must be a dataclass. Received: {options!r}")
 
         def add(value: T) -> T:
             for name in names:
                 if name in self._members and not replace:
-                    raise ValueError(f"{self.family} {name!r} is already registered: {self._members[name].value!r}")
+                    raise ValueError(f"{self.family} {name!r} is already registered by {self._members[name].module}")
                 self._members[name] = Member(name, value, options, _first_line(value), when, traits, module)
             return value
 
@@ -116,13 +119,27 @@ class Registry(Generic[T]):
         for point in entry_points(group=f"burnish.{self.family.replace(' ', '_')}"):
             try:
                 point.load()
-            except (ImportError, AttributeError) as error:
+            except Exception as error:  # any error of the package's own code
                 package = point.dist.name if point.dist is not None else "a package"
+                library = error.name if isinstance(error, ModuleNotFoundError) and error.name != point.module else None
+                install = f"Install {library}, or update" if library else "Update"
                 raise UserError(
-                    f"the entry point {point.name} = {point.value} cannot be loaded: {error}.",
+                    f"the entry point {point.name} = {point.value} cannot be loaded: {_reason(error)}.",
                     where=package,
-                    remedy=f"Update or uninstall {package}, which declares this entry point of {point.group}.",
+                    remedy=f"{install} or uninstall {package}, which declares this entry point of {point.group}.",
                 ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of an error during an import, and the line of the package that caused it."""
+    known = isinstance(error, ImportError | SyntaxError | ValueError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 
 
 def _first_line(value: object) -> str:

@@ -10,6 +10,8 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from burnish.config.extensions import Extension, extensions
+
 _LIBRARIES = (
     "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors", "rich", "matplotlib",
     "bitsandbytes", "deepspeed", "torchvision",
@@ -31,10 +33,19 @@ def environment() -> dict[str, str]:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **libraries,
         **({"torchvision": f"broken: {broken.what}"} if (broken := broken_torchvision()) else {}),
+        **{each.name: f"{each.version}, {_members(each)}" for each in extensions()},
         "processor": f"{os.cpu_count()} cores, {cpu_instructions()}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         **_accelerators(),
     }
+
+
+def _members(extension: Extension) -> str:
+    """Return the entry points of an extension: ``optimizer sign; stage early, rated``."""
+    names: dict[str, list[str]] = {}
+    for group, name, _ in extension.members:
+        names.setdefault(group.replace("_", " "), []).append(name)
+    return "; ".join(f"{family} {', '.join(found)}" for family, found in names.items())
 
 
 def _version_of(library: str) -> str:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
+from burnish.config.extensions import deepest_location
 from burnish.config.secrets import without_secrets
 from burnish.report import console
 from burnish.report.metadata import is_of_this_process, write_failure
@@ -302,18 +303,13 @@ def _report_interruption(output_dir: str | None) -> int:
 
 
 def _unexpected_error(error: BaseException, output_dir: str | None) -> Problem:
-    """Return a problem with error type, first line of its message, deepest location in burnish, and checkpoint."""
+    """Return a problem with error type, first line of its message, location, and checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {_truncate_line(first, 300)}" if first else type(error).__name__
-    inside = f"{os.sep}burnish{os.sep}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if inside in frame.filename]
     safe = newest_checkpoint_message(output_dir)
     remedy = f"{safe} Run the same command again to resume from it." if safe.startswith(_SAVED_PREFIX) else ""
-    if not frames:
-        return Problem(_sentence(what), remedy=remedy)
-    deepest = frames[-1]
-    file = deepest.filename.rpartition(inside)[2]
-    where = f"Raised in burnish/{file}, line {deepest.lineno}, {deepest.name}()."
+    location = deepest_location(error)
+    where = f"Raised in {location}." if location else ""
     return Problem(_sentence(what), why=where, remedy=remedy)
 
 
