@@ -1,20 +1,26 @@
 """Tokenized rows are cached: reused with their counts when, and only when, their inputs are unchanged."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
 
 from burnish.config.errors import Problem, UserError
+from burnish.config.registry import Member
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows
 from burnish.data.rows.store import MANIFEST
 from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import IGNORE_INDEX, Example, Message
-from burnish.run.prepare import SAMPLE_SIZE, sample_of
+from burnish.losses.base import OBJECTIVES
+from burnish.losses.lm import SftObjective
+from burnish.run.plan.options import RunOptions
+from burnish.run.prepare import SAMPLE_SIZE, encode, encode_checked, sample_of
 from burnish.utils.work import set_watcher
 from dataset_helpers import data_options
 from recording import RecordingProgress
@@ -338,3 +344,53 @@ def test_sample_of_alternating_rows_has_both_kinds():
     assert len(sample) == SAMPLE_SIZE
     assert {row["input_ids"][0] for row in sample} == {0, 1}
     assert list(sample) == list(sample_of(rows))
+
+
+class Fixed(SftObjective):
+    """Returns the same rows for any examples."""
+
+    rows = ({"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1.0, 1.0]},)
+
+    def encode(self, examples, stats, truncate=True):
+        return list(self.rows)
+
+    @property
+    def fingerprint(self):
+        return "always the same"
+
+
+@pytest.fixture
+def of_a_package(tmp_path, monkeypatch):
+    """Register ``Fixed`` as a stage of another package, and return its source file."""
+    source = tmp_path / "of_a_package.py"
+    source.write_text("first = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("of_a_package")
+    OBJECTIVES.names()
+    monkeypatch.setitem(OBJECTIVES._members, "fixed", Member("fixed", Fixed, module="of_a_package"))
+    yield source
+    del sys.modules[module.__name__]
+
+
+def test_changed_code_of_a_package_encodes_rows_again(of_a_package, monkeypatch):
+    options = RunOptions(stage="fixed")
+    objective = Fixed(options, None)
+    before = list(encode(examples(1), objective, DataStats(), options))
+    monkeypatch.setattr(Fixed, "rows", ({"input_ids": [3, 4], "labels": [3, 4]},))
+    assert list(encode(examples(1), objective, DataStats(), options)) == before
+    of_a_package.write_text("second = 2\n")
+    assert [row["input_ids"] for row in encode(examples(1), objective, DataStats(), options)] == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((), "must return a row or None for each of 1 examples. Received: 0."),
+        (({"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1.0]},), '"loss_weights" of a row must have 2'),
+    ],
+)  # fmt: skip
+def test_malformed_rows_of_a_package_are_rejected(rows, expected, of_a_package, monkeypatch):
+    monkeypatch.setattr(Fixed, "rows", rows)
+    with pytest.raises(ValueError, match=r"^stage fixed: ") as raised:
+        encode_checked(Fixed(RunOptions(), None), "fixed", examples(1), DataStats())
+    assert expected in str(raised.value)

@@ -59,6 +59,7 @@ class CardFacts:
         unnamed: text used in place of a missing ``base_model``.
         folder: folder shown in the commands. Default: the name.
         merged_adapters: adapters that were merged into the base model before training, in order.
+        packages: name and version of the packages that extend burnish in this run.
     """
 
     name: str
@@ -84,6 +85,7 @@ class CardFacts:
     unnamed: str = "random weights"
     folder: str = ""
     merged_adapters: Sequence[str] = ()
+    packages: Sequence[str] = ()
 
 
 def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
@@ -100,7 +102,14 @@ def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
         facts: facts about the model.
         metadata: replaces ``hub_metadata(facts)``.
     """
-    sections = [_opening(facts), _usage_section(facts), _training(facts), _results(facts), _rows(facts), _versions()]
+    sections = [
+        _opening(facts),
+        _usage_section(facts),
+        _training(facts),
+        _results(facts),
+        _rows(facts),
+        _versions(facts),
+    ]
     return with_metadata_header(
         metadata or hub_metadata(facts), "\n\n".join(section for section in sections if section)
     )
@@ -168,7 +177,11 @@ def _public_form(name: str) -> str:
 def _names_in_words(names: Sequence[str]) -> str:
     if not names:
         return "an unnamed dataset"
-    *others, last = [_public_form(name) for name in names]
+    return _listed([_public_form(name) for name in names])
+
+
+def _listed(words: Sequence[str]) -> str:
+    *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -291,5 +304,5 @@ def _rows(facts: CardFacts) -> str:
     return "\n".join([title, "", *lines]) if lines else ""
 
 
-def _versions() -> str:
-    return f"Made with burnish {burnish.__version__}."
+def _versions(facts: CardFacts) -> str:
+    return f"Made with {_listed([f'burnish {burnish.__version__}', *facts.packages])}."

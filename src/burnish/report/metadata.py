@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -255,8 +255,9 @@ START_ONLY_OPTIONS = ("overwrite_output_dir", "resume", "resume_from_checkpoint"
 
 
 def given_yaml(
-    values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = (), command: str = "train"
-) -> str:
+    values: Mapping[str, Any], provenance: Mapping[str, str], left_out: Container[str] = (), command: str = "train",
+    packages: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Return the options that were set as YAML, one per line, with their sources. Secrets are omitted.
 
     Args:
@@ -264,8 +265,10 @@ def given_yaml(
         provenance: option -> where it was set.
         left_out: options that are written as comments only.
         command: the burnish command that writes the file.
+        packages: name and version of packages that extend burnish; listed in a comment.
     """
     lines = [f"# The options of this run, written by burnish {command}. Rerun or resume: burnish train run.yaml"]
+    lines += [f"# Requires: {', '.join(packages)}"] if packages else []
     for name, value in values.items():
         where = " ".join(provenance.get(name, "").split())
         if has_secret_name(name):

@@ -72,6 +72,7 @@ from burnish.run.plan.resources import compute_dtype, counts_of, formats_in, for
 from burnish.run.prepare import Prepared, prepare
 from burnish.run.recovery.clearing import BackupOnOverwrite
 from burnish.run.recovery.failure import TRACEBACK_NAME, failure_problem
+from burnish.run.recovery.fingerprints import packages_used
 from burnish.run.recovery.interrupt import InterruptCallback
 from burnish.run.recovery.resume import accumulation_for, start_of
 from burnish.run.recovery.saving import RetryingCheckpoints, status_of
@@ -192,7 +193,8 @@ def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata
     metadata = RunMetadata(folder, partial(failure_problem, output_dir=str(folder)))
     values = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
-    metadata.begin(given_yaml(values, plan.provenance, START_ONLY_OPTIONS, plan.command), [str(parallel.device)], rows)
+    text = given_yaml(values, plan.provenance, START_ONLY_OPTIONS, plan.command, packages_used(plan.options))
+    metadata.begin(text, [str(parallel.device)], rows)
     return metadata
 
 

@@ -31,7 +31,7 @@ from burnish.run.plan.resources import counts_of
 from burnish.run.predictions.predict import predict_all
 from burnish.run.prepare import Prepared
 from burnish.run.recovery.failure import failure_in_words
-from burnish.run.recovery.fingerprints import post_training_options
+from burnish.run.recovery.fingerprints import packages_used, post_training_options
 from burnish.run.recovery.resume import write_finished
 from burnish.run.reward_heads import save_head
 
@@ -109,7 +109,9 @@ def output_message(folder: Path) -> str:
 
 
 def next_steps(folder: Path, gives_scores: bool) -> list[str]:
-    """Return the commands that use a trained model, or a reward model."""
+    """Return the commands that use a trained model, or a reward model. None can load the adapter of another package."""
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return []
     place = shlex.quote(str(folder))
     return [f"burnish api {place}"] if gives_scores else [f"burnish chat {place}", f"burnish api {place}"]
 
@@ -237,5 +239,6 @@ def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, fl
             stats=prepared.stats.sentences(),
             has_chat_template=bool(prepared.tokenizer.chat_template),
             plots=plots, merged_adapters=previously_merged(folder),
+            packages=packages_used(options),
         ),
     )  # fmt: skip

@@ -33,7 +33,7 @@ from burnish.inference.images.family import load_family
 from burnish.loop.best import eval_prefix
 from burnish.loop.schedule import NO_STEPS, StepPlan, check_schedule, plan_steps, schedule_notes
 from burnish.loop.spikes import spike_problems
-from burnish.loop.types import Example, Row
+from burnish.loop.types import TOKEN_COLUMNS, Example, Row
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.check import check_model
 from burnish.models.fingerprint import place_fingerprint
@@ -52,7 +52,7 @@ from burnish.run.plan.other_models import (
 )
 from burnish.run.plan.plan import Plan
 from burnish.run.plan.resources import Sizes, check_disk, formats_of, sizes_of
-from burnish.run.recovery.fingerprints import fingerprints_of
+from burnish.run.recovery.fingerprints import code_digest, fingerprints_of
 
 SAMPLE_SIZE = 256
 """Number of rows encoded before the first step when streaming."""
@@ -186,7 +186,9 @@ def training_rows(
 ) -> tuple[RowSet[Row | None], RowSet[Row], Origins]:
     """Return the training rows, those known before the first step, and the origin of each."""
     if sets.train.is_streamed:
-        streamed = StreamedRows(sets.train, objective.encode, partial(refuse_long, config))
+        streamed = StreamedRows(
+            sets.train, partial(encode_checked, objective, options.stage), partial(refuse_long, config)
+        )
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, stats, options, data=sets.fingerprint)
     pack = partial(pack_rows, options=options, default=objective.default_packing, capacity=options.cutoff_len)
@@ -230,20 +232,44 @@ def encode(
     """
     is_eval = eval_name is not None
     truncate = not splits_rows(options, objective.default_packing, is_eval)
+    digest = code_digest(OBJECTIVES.get(options.stage))
+    code = {"code of the stage": digest} if digest else {}
 
     def encoded(batch: Sequence[Example], counted: DataStats) -> Sequence[Row | None]:
         check_record_lengths(batch)
-        return objective.encode(batch, counted, truncate=truncate)
+        return encode_checked(objective, options.stage, batch, counted, truncate)
 
     return encode_rows(
         examples,
         encoded,
         stats,
-        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate},
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate, **code},
         options=options,
         name="train" if eval_name is None else eval_prefix(eval_name),
         data=data,
     )
+
+
+def encode_checked(
+    objective: StageObjective, stage: str, examples: Sequence[Example], stats: DataStats, truncate: bool = True
+) -> Sequence[Row | None]:
+    """Encode examples. Rows of an objective from another package are checked.
+
+    Raises:
+        ValueError: if there is not one row or None per example, or a column does not have one value per token.
+    """
+    rows = objective.encode(examples, stats, truncate=truncate)
+    if OBJECTIVES.get(stage).is_ours:
+        return rows
+    if len(rows) != len(examples):
+        what = f"stage {stage}: encode must return a row or None for each of {len(examples)} examples."
+        raise ValueError(f"{what} Received: {len(rows)}.")
+    for row in (each for each in rows if each is not None and "input_ids" in each):
+        for name in TOKEN_COLUMNS.keys() & row.keys():
+            if len(row[name]) != len(row["input_ids"]):
+                what = f'stage {stage}: the column "{name}" of a row must have {len(row["input_ids"])} values, one per '
+                raise ValueError(f"{what}token. Received: {len(row[name])}.")
+    return rows
 
 
 def refuse_long(config: Any, row: Row) -> None:

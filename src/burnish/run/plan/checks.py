@@ -20,7 +20,7 @@ from burnish.inference.options import is_remote
 from burnish.loop.best import best_model_metric_name, eval_prefix, is_higher_better, missing_metric
 from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
 from burnish.loop.state import RATES
-from burnish.losses.base import OBJECTIVES
+from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import is_flash, requested_attention
 from burnish.models.source import check_model_path
 from burnish.optim.builtin import OPTIMIZERS, create_scheduler
@@ -381,6 +381,18 @@ def check_packed_length(options: RunOptions) -> list[Problem]:
         return []
     what = f"With cutoff_len: {options.cutoff_len}, packed sequences contain no token to predict."
     return [Problem(what, remedy="Set cutoff_len: 2 or more.", option=("cutoff_len", "packing"))]
+
+
+@check
+def check_packed_columns(options: RunOptions) -> list[Problem]:
+    """Check that rows to be packed have no columns other than those with a value per token."""
+    objective = OBJECTIVES[options.stage]
+    others = sorted(objective.row_columns.keys() - StageObjective.row_columns.keys())
+    has_own_check = objective.records in ("pairs", "verdicts", "prompts")
+    if has_own_check or not others or not packs_rows(options, objective.default_packing):
+        return []
+    what = f"The rows of stage: {options.stage} cannot be packed, because a pack has no {', '.join(others)}."
+    return [Problem(what, remedy="Remove packing.", option=("packing", "neat_packing"))]
 
 
 def option_that_needs_all_rows(options: RunOptions) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from typing import Any
 import burnish
 from burnish.adapters.base import ADAPTERS
 from burnish.checkpoint.comparison import EVALUATION, MAY_CHANGE
+from burnish.config.extensions import packages_of
 from burnish.config.options import specs
-from burnish.config.registry import Registry
+from burnish.config.registry import Member, Registry
 from burnish.config.secrets import mask_json_without_environment
 from burnish.data.chat.table import TEMPLATES
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS
@@ -38,10 +39,11 @@ from burnish.models.fingerprint import (
 from burnish.models.generate import GenerationOptions
 from burnish.models.reward_files import reward_model_folders
 from burnish.optim.builtin import OPTIMIZERS
+from burnish.report.trackers import TRACKERS
 from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import GROUPS, MEMBER_GROUPS, RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.response_metrics import MetricOptions
+from burnish.run.response_metrics import METRICS, MetricOptions
 from burnish.utils.source_files import source_digest
 
 BY_CONTENT: dict[str, tuple[str, ...]] = {
@@ -165,8 +167,8 @@ def fingerprints_of(plan: Plan, contents: Mapping[str, Any], steps: StepPlan) ->
     return found
 
 
-def plugin_code(options: RunOptions) -> dict[str, str]:
-    """Return a hash of the code of each selected member that another package registered."""
+def plugin_members(options: RunOptions) -> dict[str, Member[Any]]:
+    """Return the selected members that other packages registered and that the weights depend on, by option."""
     families: dict[str, tuple[Registry[Any], str | None]] = {
         "stage": (OBJECTIVES, options.stage), "finetuning_type": (ADAPTERS, options.finetuning_type),
         "optim": (OPTIMIZERS, options.optim), "template": (TEMPLATES, options.template),
@@ -178,8 +180,26 @@ def plugin_code(options: RunOptions) -> dict[str, str]:
         for option, (registry, name) in families.items()
         if name is not None and name in registry
     }
-    return {
-        f"code of {option} {member.name}": source_digest(Path(file))
-        for option, member in chosen.items()
-        if not member.is_ours and (file := getattr(sys.modules.get(member.module), "__file__", None))
-    }
+    return {option: member for option, member in chosen.items() if not member.is_ours}
+
+
+def plugin_code(options: RunOptions) -> dict[str, str]:
+    """Return a hash of the code of each selected member that another package registered."""
+    found = {f"code of {option} {each.name}": code_digest(each) for option, each in plugin_members(options).items()}
+    return {name: digest for name, digest in found.items() if digest}
+
+
+def code_digest(member: Member[Any]) -> str:
+    """Return a hash of the code of a member that another package registered; "" for a member of burnish."""
+    file = None if member.is_ours else getattr(sys.modules.get(member.module), "__file__", None)
+    return source_digest(Path(file)) if file else ""
+
+
+def packages_used(options: RunOptions) -> list[str]:
+    """Return name and version of each package whose members a run uses."""
+    listed: list[tuple[Registry[Any], Sequence[str]]] = [
+        (TRACKERS, options.report_to or ()), (METRICS, options.predict_metrics if options.do_predict else ())
+    ]  # fmt: skip
+    others = [registry.get(name) for registry, names in listed for name in names if name in registry]
+    members = [*plugin_members(options).values(), *(member for member in others if not member.is_ours)]
+    return packages_of(member.module for member in members) if members else []
