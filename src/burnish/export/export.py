@@ -40,6 +40,7 @@ from burnish.inference.loading import (
     problems_of_adapters,
     readable_example,
     reward_head,
+    saved_head,
     tokenizer_of,
     writes_answers,
 )
@@ -49,7 +50,7 @@ from burnish.models.load import context_length, load_config
 from burnish.models.options import USED_MODEL
 from burnish.models.quantization.export import without_bits
 from burnish.models.quantization.quantize import quantization_of
-from burnish.models.reward_files import save_reward_head
+from burnish.models.reward_files import kind_of_head, save_reward_head
 from burnish.models.save import save_model, whole_or_nothing
 from burnish.models.source import adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
@@ -101,8 +102,8 @@ def export(values: Mapping[str, RawValue]) -> Path:
             model, tokenizer, place, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
             stop_token_ids=template.stop_token_ids(),
         )  # fmt: skip
-        if head is not None:
-            save_reward_head(head.weights(), model, tokenizer, folder)
+        if head is not None and (saved := saved_head(options, adapters)):
+            save_reward_head(head.weights(), model, tokenizer, folder, kind_of_head(saved[1]))
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         if head is None and using is None:
             context, weights = context_length(cast(Any, model).config), gguf.name if gguf is not None else ""

@@ -336,6 +336,12 @@ def _model(
     return model.eval().requires_grad_(False)
 
 
+def saved_head(options: AnsweringOptions, adapters: Sequence[Path]) -> tuple[dict[str, torch.Tensor], Path] | None:
+    """Return weights and file of the head that ``reward_head`` loads."""
+    base = find_source(options.model_name_or_path, options).folder
+    return read_head([*([base] if base is not None else []), *adapters])
+
+
 def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:
     """Return the head of a reward model, float32 on the CPU; None for a generative model.
 
@@ -343,8 +349,7 @@ def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHe
         options: inference options.
         adapters: folders of its adapters, in order; the last folder with a head is used.
     """
-    base = find_source(options.model_name_or_path, options).folder
-    found = read_head([*([base] if base is not None else []), *adapters])
+    found = saved_head(options, adapters)
     if found is None:
         return None
     weights, file = found

@@ -150,10 +150,14 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
         classifier.save_pretrained(folder)
 
 
-def save_reward_head(weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path) -> None:
+def save_reward_head(
+    weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path, kind: tuple[str, int] | None = None
+) -> None:
     """Write the head of the full model in ``folder`` in its original format. A value head has a bias, a classifier
-    has none."""
-    if BIAS in weights:
+    has none. ``kind``: registered name and width of a head other than the linear layer."""
+    if kind:
+        write_value_head(folder, weights, kind)
+    elif BIAS in weights:
         write_value_head(folder, weights)
     else:
         save_classifier(model, tokenizer, weights, folder)
