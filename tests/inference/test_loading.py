@@ -11,6 +11,7 @@ from generation_runs import ResponseCollector, generate_alone, generate_response
 
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
+from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import RECORDED
 from burnish.inference.loading import load_for_inference, local_engine
@@ -19,6 +20,7 @@ from burnish.inference.slots import SlotLimits
 from burnish.inference.types import BASE, GenerationRequest
 from burnish.loop.types import Example, Message
 from burnish.models.load import load_model
+from burnish.run.finish import next_steps
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.command_line import serving_of
 from burnish.serve.eval.dataset import _recorded_template
@@ -202,6 +204,13 @@ def test_template_different_from_recorded_one_is_reported(model: Path) -> None:
 def test_folder_without_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no model"):
         serving_of([str(tmp_path)])
+
+
+def test_adapter_of_another_package_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoints, "newest", lambda self: (tmp_path, []))
+    with pytest.raises(UserError, match="only the package of its finetuning_type can load it"):
+        serving_of([str(tmp_path)])
+    assert next_steps(tmp_path, gives_scores=False) == []
 
 
 MODEL_CODE = (

@@ -207,6 +207,12 @@ def options_of_folder(path: str, values: Mapping[str, RawValue]) -> dict[str, Ra
         return {"model_name_or_path": RawValue(path, where)}
     if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
         folder = _newest_checkpoint(folder)
+        if not any((folder / name).is_file() for name in (ADAPTER, MODEL)):
+            raise UserError(
+                f"it has neither {MODEL} nor {ADAPTER}: only the package of its finetuning_type can load it.",
+                where=path, remedy="Set adapter_name_or_path in a run: burnish train run.yaml do_train=false "
+                f"do_predict=true predict_with_generate=true adapter_name_or_path={path} output_dir=...",
+            )  # fmt: skip
     if (folder / ADAPTER).is_file():
         return _options_of_adapter(folder, values)
     return {"model_name_or_path": RawValue(str(folder), where)}
