@@ -22,9 +22,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from torch import nn
 
-from burnish.config.checks import check
+from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import specs
+from burnish.config.options import changed_options, specs
 from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities
 from burnish.loop.protocols import Objective, Parallel
@@ -194,3 +194,12 @@ def check_stage(options: StageChoices) -> list[Problem]:
     what = f'"predict_with_generate" requires prompts, but stage: {options.stage} has none.'
     remedy = "Set stage: sft, or remove predict_with_generate to compute the loss."
     return [Problem(what, remedy=remedy, option="predict_with_generate")]
+
+
+@notes
+def stage_notes(options: StageChoices) -> list[str]:
+    """Return notes on options that belong to stages of other packages, if another stage is selected."""
+    read = options_of(options.stage)
+    of_others = {name for each in OBJECTIVES if each.options and not each.is_ours for name in specs(each.options)}
+    unread = of_others - read
+    return [f'"{name}" has no effect: stage is {options.stage}.' for name in changed_options(options) if name in unread]

@@ -22,6 +22,7 @@ from burnish.loop.spikes import SpikeOptions
 from burnish.optim.builtin import OPTIMIZERS, OptimOptions
 from burnish.parallel.options import ParallelChoices, ParallelOptions
 from burnish.report.options import HubFields, ReportFields
+from burnish.report.trackers import TRACKERS
 from burnish.utils.patching import PatchOptions
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ else:
     Groups = union(
         "Groups", CheckpointOptions, StepOptions, OptimOptions, LRScheduleOptions, LoopOptions, SpikeOptions,
         IntervalOptions, LoaderOptions, ParallelOptions, PatchOptions, *OPTIMIZERS.option_groups(),
+        *TRACKERS.option_groups(),
     )  # fmt: skip
 
 
