@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from burnish.config.errors import UserError
 from burnish.config.registry import Registry
 from small_run import WORDS, make_model
 
@@ -79,13 +78,13 @@ def run(folder, commands):
 TRAIN = ["train", "run.yaml", "gradient_accumulation_steps=1", "save_steps=6"]
 COMMANDS = {
     "help": ["train", "--help"],
-    "explain": ["explain", "--all", "run.yaml"],
+    "explain": ["explain", "--all", "run.yaml", "label_smoothing_factor=0.1"],
     "train": TRAIN,
     "move": ["move", "out/checkpoint-6", "again/checkpoint-6"],
     "continue": [*TRAIN, "output_dir=again"],
     "metric": ["explain", "run.yaml", "predict_metrics=length"],
     "change": [*TRAIN, "sign_decay=0.5", "num_train_epochs=3"],
-    "explain rated": ["explain", "rated.yaml"],
+    "explain rated": ["explain", "rated.yaml", "early_weight=3"],
     "train rated": ["train", "rated.yaml", *(SHORT := ["max_steps=6", "save_steps=3", "logging_steps=1"])],
     "move rated": ["move", "rated/checkpoint-3", "rated again/checkpoint-3"],
     "continue rated": ["train", "rated.yaml", *SHORT, "output_dir=rated again"],
@@ -103,12 +102,14 @@ COMMANDS = {
         "eval_dataset=pairs.jsonl",
         "output_dir=scored",
     ],
+    "export reward": ["export", "reward.yaml", "adapter_name_or_path=reward", "export_dir=exported"],
+    "pack": ["explain", "rated.yaml", "packing=true", "output_dir=other"],
     "explain tools": ["explain", "rated.yaml", "template=my_template.yaml", "tool_format=acme", "output_dir=other"],
     "no stars": ["explain", "rated.yaml", "dataset=trivia.jsonl"],
     "mistake": ["explain", "run.yaml", "weight_decay=0.1", "sign_decai=1", "early_weight=0"],
 }
-"""Help, explanation, training, resuming from a checkpoint, and three rejected commands, run in one process."""
-REJECTED = {"change", "mistake", "no stars"}
+"""Help, explanation, training, resuming from a checkpoint, and four rejected commands, run in one process."""
+REJECTED = {"change", "mistake", "no stars", "pack"}
 
 
 @pytest.fixture(scope="module")
@@ -211,19 +212,6 @@ def test_check_of_a_member_is_called_with_all_others(command_outputs):
     assert "Traceback" not in problems
 
 
-def test_failing_entry_point_is_named(tmp_path, monkeypatch):
-    info = tmp_path / "broken-2.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 2.0\n")
-    (info / "entry_points.txt").write_text("[burnish.fruit]\npear = no_such_module_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError) as raised:
-        Registry("fruit").names()
-    assert "broken" in str(raised.value)
-    assert "pear = no_such_module_at_all" in str(raised.value)
-    assert "No module named" in str(raised.value)
-
-
 def test_objective_reads_custom_records_through_rows_and_batches(command_outputs):
     folder, texts = command_outputs
     explained = " ".join(texts["explain rated"].split())
@@ -258,3 +246,35 @@ def test_reward_head_of_a_package_is_explained_and_saved_under_its_name(command_
     with safe_open(folder / "reward" / "value_head.safetensors", "pt") as file:
         assert file.metadata()["reward_head"] == "mlp"
         assert sorted(file.keys()) == [f"v_head.layers.{at}.{name}" for at in (0, 2) for name in ("bias", "weight")]
+
+
+def test_run_and_card_name_the_package_and_its_version(command_outputs):
+    folder = command_outputs[0]
+    assert "# Requires: my-burnish 1.0\n" in (folder / "out" / "run.yaml").read_text()
+    assert re.search(r"Made with burnish \S+ and my-burnish 1\.0\.", (folder / "out" / "README.md").read_text())
+
+
+def test_exported_reward_model_keeps_the_head(command_outputs):
+    folder = command_outputs[0]
+    trained, exported = (load_file(folder / name / "value_head.safetensors") for name in ("reward", "exported"))
+    assert trained.keys() == exported.keys()
+    assert all(torch.equal(trained[name], exported[name]) for name in trained)
+    with safe_open(folder / "exported" / "value_head.safetensors", "pt") as file:
+        assert file.metadata()["reward_head"] == "mlp"
+
+
+def test_option_of_another_stage_gives_a_note(command_outputs):
+    assert '"early_weight" has no effect: stage is rated.' in " ".join(command_outputs[1]["explain rated"].split())
+    assert "has no effect" not in command_outputs[1]["explain"]
+
+
+def test_arguments_of_a_script_have_options_of_members(command_outputs):
+    folder = command_outputs[0]
+    code = "from burnish import SFTConfig; print(SFTConfig('out', sign_decay=0.5, csv_file='mine.csv').csv_file)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "src")])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, text=True, capture_output=True)
+    assert done.stdout == "mine.csv\n", done.stderr[-2000:]
+
+
+def test_rows_with_custom_columns_are_not_packed(command_outputs):
+    assert "The rows of stage: rated cannot be packed, because a pack has no stars." in command_outputs[1]["pack"]
