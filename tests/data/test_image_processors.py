@@ -247,6 +247,27 @@ def test_pixtral_images_have_complete_placeholders(folder, name):
         assert num_features(model, processor.tensors(result.prepare(image))) == count
 
 
+@pytest.mark.parametrize("name", ["pixtral", "mistral3"])
+def test_pixtral_image_is_rejected_if_a_side_would_be_resized_to_zero(tmp_path, name):
+    image_models().write_images(tmp_path, ["p7_804x4.png", "p8_4x336.png"])
+    model, composed = image_models().FAMILIES[name]()
+    result = load_family(model.config, composed)
+    with pytest.raises(BadImage, match=r"p7_804x4\.png is 804x4; the maximum aspect ratio of this model is 84:1"):
+        result.check(read_header(tmp_path / "p7_804x4.png"))
+    accepted = read_header(tmp_path / "p8_4x336.png")  # 84:1
+    result.check(accepted)
+    processor = ImageProcessor.of(model, composed.image_processor, result.options)
+    assert processor.tensors(result.prepare(accepted))["pixel_values"].numel()
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_image_is_rejected_if_the_limits_of_pixels_give_a_side_of_zero(tmp_path, name):
+    image_models().write_images(tmp_path, ["p7_150x1.png"])
+    model, composed = image_models().FAMILIES[name]()
+    with pytest.raises(BadImage, match=r"p7_150x1\.png is 150x1; the limits of pixels resize it to 122x0"):
+        load_family(model.config, composed).check(read_header(tmp_path / "p7_150x1.png", max_pixels=100))
+
+
 def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path):
     image_models().write_images(tmp_path, ["p7_804x4.png"])
     model, composed = image_models().FAMILIES["qwen2_5_vl"]()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.config.errors import UserError
 from burnish.config.registry import Registry
-from burnish.data.images.image_file import ImageFile, UnsupportedMedia, upright
+from burnish.data.images.image_file import BadImage, ImageFile, UnsupportedMedia, upright
 from burnish.loop.types import Ids
 
 if TYPE_CHECKING:
@@ -227,6 +227,10 @@ class Family:
         if image.frames and self.video_mark_id < 0:
             what = f"it contains a video ({image.place}), but {self.model_type} models can be trained on images only."
             raise UnsupportedMedia(f"{what} Use the frames of the video as images.")
+        for width, height in self.given_sizes(image):
+            if not width * height:
+                what = f"the limits of pixels resize it to {width}x{height}. Crop the image, or raise the limits."
+                raise BadImage(f"{image.path} is {image.width}x{image.height}; {what}")
 
 
 FAMILIES: Registry[type[Family]] = Registry("image family")

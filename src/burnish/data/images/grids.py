@@ -233,6 +233,13 @@ class Pixtral(Family):
         placeholder."""
         return {"patch_size": {"height": self.unit, "width": self.unit}}
 
+    def check(self, image: ImageFile) -> None:
+        super().check(image)
+        width, height = self.given_sizes(image)[-1]
+        longest = self.processor.size["longest_edge"]
+        if max(width, height) > longest * min(width, height):  # the shorter side would be resized to 0
+            raise BadImage(f"{image.path} is {width}x{height}; the maximum aspect ratio of this model is {longest}:1.")
+
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         ratio = max(width, height) / self.processor.size["longest_edge"]
         if ratio > 1:
