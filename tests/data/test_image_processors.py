@@ -237,6 +237,17 @@ def test_lfm2_image_with_too_many_patches_is_rejected():
         result.check(ImageFile("x.png", 1000, 10))
 
 
+def test_onevision_images_are_padded_to_a_square_if_a_row_has_several(folder):
+    model, composed = image_models().build("llava_onevision")
+    result = load_family(model.config, composed)
+    example = image_example(folder, "Compare ", NAMES[1], " and ", NAMES[2])
+    (row,) = PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats())
+    processor = ImageProcessor.of(model, composed.image_processor, result.options)
+    tiles = [processor.tensors(result.prepare(image))["pixel_values"][0, 0] for image in images_of(row)]
+    expected = composed.image_processor([images(example)], return_tensors="pt")["pixel_values"][:, 0]
+    assert torch.equal(torch.stack(tiles), expected)
+
+
 @pytest.mark.parametrize("name", ["pixtral", "mistral3"])
 def test_pixtral_images_have_complete_placeholders(folder, name):
     model, composed = image_models().build(name)

@@ -130,6 +130,11 @@ class Family:
         this one."""
         return self.of_video(image) if image.frames else self.ids(*self.given_sizes(image)[-1])
 
+    def in_row(self, image: ImageFile, num_images: int) -> ImageFile:
+        """Return an image as it is prepared for a row. Args: num_images: number of images in the row, including this
+        one."""
+        return image
+
     def of_video(self, video: ImageFile) -> Ids:
         """Return the ids that replace the mark of a video."""
         raise NotImplementedError

@@ -84,6 +84,7 @@ class ImageFile:
         content: bytes of an image that is only in memory; ``path`` is then a name for them.
         frames: frames of a video, in order and of equal size; empty for an image. ``path`` is that of the first.
         fps: frames per second of a video.
+        is_padded: whether the image is padded to a square instead of split into tiles (``Family.in_row``).
     """
 
     path: str
@@ -100,11 +101,13 @@ class ImageFile:
     content: bytes = field(default=b"", repr=False)
     frames: tuple[ImageFile, ...] = ()
     fps: float = 0.0
+    is_padded: bool = False
 
     @property
     def identity(self) -> str:
         """Return a value that is equal for two images only if the model receives the same pixels."""
         own = f"{self.path}|{self.num_bytes}|{self.modified_ns}|{self.min_pixels}|{self.max_pixels}"
+        own += "|padded" * self.is_padded
         return "|".join([own, str(self.fps), *(frame.identity for frame in self.frames)]) if self.frames else own
 
     def shrunk(self, factor: float) -> ImageFile:
@@ -132,7 +135,8 @@ class ImageFile:
     def from_json(cls, found: Mapping[str, Any]) -> ImageFile:
         """Return the image that ``as_json`` stored."""
         frames = tuple(cls(**frame) for frame in found.get("frames") or ())
-        return cls(**{**found, "frames": frames, "fps": found.get("fps") or 0.0})
+        optional = {"fps": found.get("fps") or 0.0, "is_padded": bool(found.get("is_padded"))}
+        return cls(**{**found, "frames": frames, **optional})
 
 
 _IMAGE_FIELDS = tuple(one.name for one in fields(ImageFile) if one.name not in ("content", "frames", "fps"))
@@ -186,7 +190,8 @@ def _measure(path: str, num_bytes: int, modified_ns: int) -> tuple[int, int, boo
 
 def content_hash(image: ImageFile) -> str:
     """Return a hash of an image as the model sees it: the content of its files, and its pixel limits."""
-    found = sha256(f"{image.min_pixels}|{image.max_pixels}|{image.width}x{image.height}".encode())
+    own = f"{image.min_pixels}|{image.max_pixels}|{image.width}x{image.height}{'|padded' * image.is_padded}"
+    found = sha256(own.encode())
     for file in image.frames or (image,):
         content = file.content or Path(file.path).read_bytes()
         found.update(f"|{len(content)}|".encode() + content)

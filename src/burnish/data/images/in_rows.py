@@ -102,6 +102,9 @@ class Marks:
         written = self.family.opening(image) if self._is_opened and image.frames else ""
         return found[len(self.family.text_ids(written)) :] if written else found
 
+    def _in_row(self, images: Sequence[ImageFile]) -> list[ImageFile]:
+        return [self.family.in_row(one, len(images)) for one in images]
+
     def expand(self, ids: Ids, images: Sequence[ImageFile], mask: Sequence[int] | None = None) -> Expanded:
         """Replace the marks of a row.
 
@@ -111,12 +114,13 @@ class Marks:
         Raises:
             BadImage: if marks and images differ in number or kind, or if the model refuses an image.
         """
-        places = self._places(ids)
+        places, images = self._places(ids), self._in_row(images)
         self._check([self._kinds[ids[place]] for place in places], images)
         return Expanded(ids, places, [self._of(one, len(images)) for one in images], images, mask)
 
     def turns(self, turns: Sequence[Turn], images: Sequence[ImageFile]) -> list[Turn]:
         """Replace the marks in turns that have no labels yet. Raises BadImage as ``expand``."""
+        images = self._in_row(images)
         segments = list(chain(*self._with_front(turns, len(images))))
         places = [self._places(segment.ids) for segment in segments]
         self._check([self._kinds[one.ids[at]] for one, found in zip(segments, places, strict=True) for at in found],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, floor, sqrt
 from typing import Any
@@ -83,8 +84,8 @@ def _best(width: int, height: int, sizes: list[list[int]]) -> tuple[int, int]:
 
 @FAMILIES.register("llava_onevision", words=("<image>",))
 class LlavaOnevision(LlavaNext):
-    """Like LLaVA-NeXT, downsampled above a number of tiles; only a base tile if a row has several images
-    (processing_llava_onevision.py)."""
+    """Like LLaVA-NeXT, downsampled above a number of tiles; only a base tile of the padded image if a row has several
+    images (processing_llava_onevision.py)."""
 
     @cached_property
     def _per_tile(self) -> int:
@@ -103,6 +104,29 @@ class LlavaOnevision(LlavaNext):
         if num_images > 1:
             return repeat_token(self.placeholder_id, self._per_tile + 1 - self._loss)
         return super().of(image)
+
+    def in_row(self, image: ImageFile, num_images: int) -> ImageFile:
+        return replace(image, is_padded=num_images > 1)
+
+    def prepare(self, image: ImageFile) -> Any:
+        """Return the pixels of an image; with several images in its row, padded to a square and resized to a tile."""
+        pixels = self.resize(image)
+        if not image.is_padded:
+            return pixels
+        from PIL import Image
+        from PIL.Image import Resampling
+
+        side = max(pixels.size)
+        square = Image.new("RGB", (side, side), tuple(int(255 * level) for level in self.processor.image_mean))
+        square.paste(pixels, ((side - pixels.width) // 2, (side - pixels.height) // 2))
+        if self.processor.backend != "pil":
+            return square
+        tile = (int(self.processor.size["width"]), int(self.processor.size["height"]))
+        return square.resize(tile, Resampling(self.processor.resample))
+
+    @cached_property
+    def identity(self) -> Any:
+        return [*super().identity, "padded in rows with several images"]
 
     def _ids_of_size(self, width: int, height: int) -> Ids:
         rows, columns = self._unpadded_grid(width, height)

@@ -15,6 +15,7 @@ _FRAME = {
 _IMAGE = {
     **_FRAME, "min_pixels": pa.int64(), "max_pixels": pa.int64(), "place": pa.string(), "is_animated": pa.bool_(),
     "begin": pa.int32(), "end": pa.int32(), "frames": pa.list_(pa.struct(list(_FRAME.items()))), "fps": pa.float64(),
+    "is_padded": pa.bool_(),
 }  # fmt: skip
 TYPES: Mapping[str, pa.DataType] = {
     "margin": pa.float32(), "label": pa.bool_(), "images": pa.list_(pa.struct(list(_IMAGE.items()))),

@@ -36,6 +36,8 @@ class ImageOfRow(Protocol):
     end: int
     fps: float
     """Frames per second of a video."""
+    is_padded: bool
+    """Whether its row has several images, of which the model gets only a tile each (LLaVA-OneVision)."""
 
     @property
     def identity(self) -> str: ...
@@ -136,11 +138,12 @@ class ImageCollator:
             return self.collate(rows)
         if self.layout.crosses and any(placed):
             return self._cross_attention(rows, placed)
-        distinct = {self._key(image, of_row): image for of_row in sorted(placed, key=len) for image in of_row}
+        distinct = {self._key(image): image for of_row in sorted(placed, key=len) for image in of_row}
+        distinct = dict(sorted(distinct.items(), key=lambda item: item[0][1]))
         tensors = {key: self.prepare(image) for key, image in distinct.items()}
         counts = dict.fromkeys(distinct, 0)
         for row, of_row in zip(rows, placed, strict=True):
-            counts |= {self._key(image, of_row): len(self._places(row, image)) for image in of_row}
+            counts |= {self._key(image): len(self._places(row, image)) for image in of_row}
         begins = dict(zip(distinct, accumulate(counts.values(), initial=0), strict=False))
         batch = self.collate_images(
             [
@@ -164,9 +167,9 @@ class ImageCollator:
             del batch["image_features"]
         return self._with_positions(batch)
 
-    def _key(self, image: ImageOfRow, of_row: Sequence[ImageOfRow]) -> tuple[str, bool]:
+    def _key(self, image: ImageOfRow) -> tuple[str, bool]:
         """Return a key that is equal for images with the same features."""
-        return image.identity, self.layout.needs_row and len(of_row) > 1
+        return image.identity, self.layout.needs_row and image.is_padded
 
     def _alone(self, key: tuple[str, bool], tensors: Tensors) -> Tensors:
         """Return the tensors of an image that the vision tower computes separately."""
@@ -216,7 +219,7 @@ class ImageCollator:
         length = len(row["input_ids"])
         features = [0] * length
         for one in placed:
-            begin = begins[self._key(one, placed)]
+            begin = begins[self._key(one)]
             for count, place in enumerate(self._places(row, one), start=1):
                 features[place] = begin + count
         held = sum(token in self._placeholders for token in row["input_ids"])
@@ -227,7 +230,7 @@ class ImageCollator:
         if self.layout.has_grid_positions:
             grids, begins_of, intervals = [], [], []
             for one in placed:
-                of_image, places = tensors[self._key(one, placed)]["image_grid_thw"].tolist(), self._places(row, one)
+                of_image, places = tensors[self._key(one)]["image_grid_thw"].tolist(), self._places(row, one)
                 size = len(places) // len(of_image)
                 grids += of_image
                 begins_of += [places[at * size :][:size] for at in range(len(of_image))]

@@ -37,6 +37,7 @@ class RandomImage:
     begin: int = 0
     end: int = 0
     fps: float = 0.0
+    is_padded: bool = False
 
 
 def isolates_images(model: nn.Module, collator: ImageCollator) -> bool:
@@ -93,7 +94,8 @@ def random_rows(model: nn.Module, collator: ImageCollator) -> Iterator[Row]:
             if isinstance(part, str):
                 one = images[int(part)]
                 count = _num_tokens(model, collator, one, num_images)
-                placed.append(replace(one, begin=len(ids), end=len(ids) + count))
+                is_padded = collator.layout.needs_row and num_images > 1
+                placed.append(replace(one, begin=len(ids), end=len(ids) + count, is_padded=is_padded))
                 ids += [placeholder] * count
                 continue
             drawn = torch.randint(len(vocabulary), (part,), generator=generator).tolist()
