@@ -10,6 +10,9 @@ import pytest
 from PIL import Image
 
 from burnish.cli import main
+from burnish.config.errors import UserError
+from burnish.models.images.processor import load_image_processor
+from burnish.models.options import ModelOptions
 from run_outputs import history
 from vision_models import image_models
 
@@ -187,6 +190,17 @@ def test_missing_image_processor_files_are_reported(model, tmp_path, monkeypatch
     output = " ".join(capsys.readouterr().err.split())
     assert "record 1: the images of the record cannot be used" in output
     assert "this folder has no preprocessor_config.json" in output
+
+
+def test_image_processor_that_requires_torchvision_is_reported(model, monkeypatch):
+    def load(*_, **__):
+        raise ImportError("Could not load any class. " * 20 + "Missing optional dependencies: torchvision.")
+
+    monkeypatch.setattr("transformers.AutoImageProcessor.from_pretrained", load)
+    monkeypatch.setattr("burnish.models.images.processor.raise_if_torchvision_is_broken", lambda error: None)
+    with pytest.raises(UserError, match="its image processor requires torchvision") as raised:
+        load_image_processor(ModelOptions(model_name_or_path=str(model)))
+    assert "Could not load" not in str(raised.value)
 
 
 @pytest.mark.slow

@@ -139,13 +139,12 @@ def load_image_processor(options: ModelOptions, backend: str = "pil", **settings
         return AutoImageProcessor.from_pretrained(source.name, backend=backend, **settings, **hub_arguments(options))
     except (*UNUSABLE, ImportError) as error:
         raise_if_torchvision_is_broken(error)
-        what = f"its image processor cannot be loaded: {message_of(error)}"
-        needs = "torchvision" in str(error).lower()
-        remedy = (
-            "Install the torchvision version that matches the installed torch: this image processor requires it."
-            if needs
-            else f"Download {' or '.join(FILES)} again."
-        )
+        if "torchvision" in str(error).lower():
+            what = "its image processor requires torchvision."
+            remedy = "Install the torchvision version that matches the installed torch."
+        else:
+            what = f"its image processor cannot be loaded: {message_of(error)}"
+            remedy = f"Download {' or '.join(FILES)} again."
         raise UserError(what, where=source.name, remedy=remedy) from error
 
 
