@@ -233,6 +233,25 @@ def test_two_runs_cannot_write_into_one_folder(tmp_path):
     assert "another run is writing" in result.stderr
 
 
+def test_worker_of_a_killed_run_does_not_hold_its_lock(tmp_path):
+    code = (
+        "import os, sys, time; from pathlib import Path; from burnish.utils.files import exclusive_writer_lock\n"
+        "with exclusive_writer_lock(Path(sys.argv[1])):\n"
+        "    child = os.fork()\n"
+        "    if not child: print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        with exclusive_writer_lock(tmp_path):
+            os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
 def test_finished_run_leaves_only_checkpoints(tmp_path):
     with exclusive_writer_lock(tmp_path):
         (tmp_path / "checkpoint-1").mkdir()

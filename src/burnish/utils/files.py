@@ -13,9 +13,12 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO, TypeVar
+from weakref import WeakSet
 
 from burnish.config.errors import NotSavedError, Problem, UserError
+
+FileT = TypeVar("FileT", bound=IO[str])
 
 LOCK = ".lock"
 ROOTS = "BURNISH_ROOTS"
@@ -155,7 +158,25 @@ def open_lock(path: Path) -> TextIO:
     """Open a lock file. A link or pipe in its place is removed first, because it would lead elsewhere or block."""
     if is_endless(path) or (path.is_symlink() and not path.is_dir()):
         path.unlink()
-    return path.open("w", encoding="ascii")
+    return close_in_children(path.open("w", encoding="ascii"))
+
+
+_closed_in_children: WeakSet[IO[str]] = WeakSet()
+
+
+def close_in_children(lock: FileT) -> FileT:
+    """Close a lock file in processes that are forked from now on: worker processes of a killed run live for a few
+    seconds, in which they would hold its lock. Returns the file."""
+    _closed_in_children.add(lock)
+    return lock
+
+
+def _close_locks() -> None:
+    for lock in list(_closed_in_children):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from burnish.config.errors import UserError
 from burnish.serve.http.guards import new_key
-from burnish.utils.files import expand_user
+from burnish.utils.files import close_in_children, expand_user
 
 
 class Home:
@@ -35,7 +35,7 @@ class Home:
     def hold(self, address: str) -> None:
         """Lock the folder for this server. Raises UserError with the address of the other server if it is locked."""
         path = self.folder / "lock"
-        lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        lock = close_in_children(os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
