@@ -29,7 +29,11 @@ def test_kind_does_not_depend_on_wording():
 
 
 def test_each_reason_has_one_line():
-    assert stats_of(keep_reason("a response is empty"), truncation_reason("messages shortened")).sentences() == [
+    reasons = (
+        drop_reason("a.png is 9x1."), keep_reason("a response is empty"), truncation_reason("messages shortened")
+    )  # fmt: skip
+    assert stats_of(*reasons).sentences() == [
+        "dropped: a.png is 9x1: 1 of 5 examples (d.json: 3)",
         "kept: a response is empty: 1 of 5 examples (d.json: 3)",
         "truncated: messages shortened: 1 of 5 examples (d.json: 3)",
     ]

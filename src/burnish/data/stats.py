@@ -98,7 +98,9 @@ class DataStats:
 
     def sentences(self) -> list[str]:
         """Return a line per reason: ``dropped: all responses are empty: 2 of 1000 examples (train.json: 17, 204)``."""
-        return [f"{reason}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self]
+        return [
+            f"{reason.rstrip('.')}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self
+        ]
 
     def _places(self, reason: RecordReason) -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
