@@ -239,7 +239,7 @@ def test_every_nth_layer_can_be_checkpointed():
     model = tiny_model()
     overrides = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
     if not hasattr(model, "activation_checkpointing_enable"):
-        with pytest.raises(ValueError, match="need a later transformers"):
+        with pytest.raises(ValueError, match="require a newer version of transformers"):
             SingleProcess(options(**overrides)).prepare(model, None)
         return
     SingleProcess(options(**overrides)).prepare(model, None)

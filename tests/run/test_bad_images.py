@@ -229,5 +229,5 @@ def test_images_require_a_version_of_transformers(model, tmp_path, monkeypatch, 
     monkeypatch.setattr("transformers.__version__", "5.17.0")
     assert main(command_line(model, tmp_path, records(tmp_path))) == 2
     error = capsys.readouterr().err
-    assert "Images require transformers 5.18.0 or later. Received: 5.17.0." in error
-    assert 'pip install "transformers>=5.18.0"' in error
+    assert "Images require transformers 5.21.0 or later. Received: 5.17.0." in error
+    assert 'pip install "transformers>=5.21.0"' in error

@@ -93,8 +93,8 @@ class ImageFeatures:
             other.outputs = self.outputs
 
 
-_MIN_TRANSFORMERS = "5.18.0"
-"""The first version of transformers whose vision models take ``mm_encoder_outputs``."""
+_MIN_TRANSFORMERS = "5.21.0"
+"""The first version of transformers whose vision models all take ``mm_encoder_outputs``, also those of SmolVLM."""
 
 
 def check_transformers() -> None:
