@@ -469,3 +469,16 @@ def test_prompt_whose_response_is_empty_is_answered_and_not_scored(num_empty, re
     assert [row["label"] for row in rows].count("") == num_empty
     assert f"{num_empty} of 2 records ha" in capsys.readouterr().out
     assert ("predict_exact_match" in metrics) == (num_empty < 2)
+
+
+@pytest.mark.parametrize("longest", [60, 300], ids=["prompt beyond cutoff_len", "prompt beyond the context"])
+def test_prompt_longer_than_cutoff_len_is_neither_shortened_nor_dropped_nor_reported_as_such(longest, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"instruction": "ab " * longest, "output": "hi"}) + "\n")
+    options = {"predict_with_generate": True, "dataset": None, "val_size": 0, "eval_dataset": str(file)}
+    made, prepared, run = run_of(tmp_path, **options, cutoff_len=16)
+    assert prepared.stats.sentences() == []
+    predict_all(run, prepared, made)
+    (row,) = lines(tmp_path / "out" / "generated_predictions.jsonl")
+    assert "ab " * longest in row["prompt"]
+    assert row["label"] == "hi"

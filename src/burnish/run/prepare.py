@@ -117,9 +117,9 @@ def prepare(plan: Plan) -> Prepared:
     sizes = sizes_of(adapter, shapes, options, steps.max_steps)
     formats = formats_of(options, config, sizes, shapes)
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
-    problems = check_lengths([sample, *eval_rows.values()], config, options) + check_schedule(
-        options, steps.schedule_steps
-    )
+    # Predictions leave prompts without room for a response unanswered.
+    seen_by_loss = [] if only_generates(options) else [sample, *eval_rows.values()]
+    problems = check_lengths(seen_by_loss, config, options) + check_schedule(options, steps.schedule_steps)
     for name, some in eval_rows.items():
         problems += objective.inspect_columns(some, f"The evaluation dataset {name}".rstrip())
     problems += spike_problems(options, objective.inner_steps)
@@ -164,8 +164,8 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
     if trains(options):
         known = {(problem.what, problem.where) for problem in problems}
         problems += [one for one in check_other_models(options) if (one.what, one.where) not in known]
-    only_generates = options.predict_with_generate and not (trains(options) or evaluates(options))
-    of_data = replace(options, on_empty_target="keep") if only_generates else options  # every prompt gets a response
+    # Every prompt gets a response.
+    of_data = replace(options, on_empty_target="keep") if only_generates(options) else options
     try:
         sets = load_datasets(
             of_data, options.seed, stats, may_stream(options), searches_hubs=not problems,
@@ -179,6 +179,11 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
         sets.train = ListedExamples()
         sets.eval = {name: ListedExamples(with_references(examples)) for name, examples in sets.eval.items()}
     return sets
+
+
+def only_generates(options: RunOptions) -> bool:
+    """Return whether the run generates responses and does nothing else: it neither trains nor computes a loss."""
+    return options.predict_with_generate and not (trains(options) or evaluates(options))
 
 
 def training_rows(
@@ -231,19 +236,24 @@ def encode(
         data: ``content_hash`` of the examples, if known.
     """
     is_eval = eval_name is not None
+    answers = objective.records == "answers" and objective.has_prompts
+    is_whole = is_eval and answers and only_generates(options)  # prompts of predictions are not truncated
     truncate = not splits_rows(options, objective.default_packing, is_eval)
     digest = code_digest(OBJECTIVES.get(options.stage))
-    code = {"code of the stage": digest} if digest else {}
+    more: dict[str, Any] = {"code of the stage": digest} if digest else {}
+    more |= {"whole": True} if is_whole else {}
 
     def encoded(batch: Sequence[Example], counted: DataStats) -> Sequence[Row | None]:
         check_record_lengths(batch)
+        if is_whole:
+            return objective.template.encode_arrays(batch, counted, truncate=False)
         return encode_checked(objective, options.stage, batch, counted, truncate)
 
     return encode_rows(
         examples,
         encoded,
         stats,
-        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate, **code},
+        fingerprint={"encoding": objective.fingerprint, "cutoff_len": options.cutoff_len, "cut": truncate, **more},
         options=options,
         name="train" if eval_name is None else eval_prefix(eval_name),
         data=data,
