@@ -62,9 +62,15 @@ def without_gguf(options: ExportOptions) -> list[str]:
 
 @notes
 def export_notes(options: ExportOptions) -> list[str]:
-    if options.export_dir is None:
-        return without_gguf(options)
-    return ['"export_dir" has no effect on training: it is used by burnish export only.']
+    found = without_gguf(options) if options.export_dir is None else []
+    if options.export_dir is not None:
+        found.append('"export_dir" has no effect on training: it is used by burnish export only.')
+    if options.infer_dtype != "auto":
+        found.append(
+            '"infer_dtype" has no effect on training, evaluation and predictions. bf16 and fp16 select their compute '
+            "dtype; with bf16: false and fp16: false it is float32."
+        )
+    return found
 
 
 class ExportChoices(ModelOptions, ExportOptions, CheckpointOptions):
