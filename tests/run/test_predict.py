@@ -480,7 +480,8 @@ def test_prompt_longer_than_cutoff_len_is_neither_shortened_nor_dropped_nor_repo
     assert prepared.stats.sentences() == []
     predict_all(run, prepared, made)
     (row,) = lines(tmp_path / "out" / "generated_predictions.jsonl")
-    assert "ab " * longest in row["prompt"] and row["label"] == "hi"
+    assert "ab " * longest in row["prompt"]
+    assert row["label"] == "hi"
 
 
 def test_infer_dtype_is_reported_without_effect_on_a_run():

@@ -60,6 +60,17 @@ def test_reference_cycles_are_collected_as_usual_during_training(tmp_path):
         gc.set_threshold(*usual)
 
 
+def test_evaluation_in_pretraining_reports_the_perplexity_of_each_set(tmp_path):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "some {name} text to read"}}\n')
+    sets = f"{tmp_path / 'first.jsonl'},{tmp_path / 'second.jsonl'}"
+    options = make_workspace(tmp_path, stage="pt", dataset=None, val_size=0, do_eval=True, packing=False, cutoff_len=64)
+    assert run({**options, "eval_dataset": sets, "eval_on_each_dataset": True}) == 0
+    results = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    for name in ("first", "second"):
+        assert results[f"eval_{name}_perplexity"] == pytest.approx(math.exp(results[f"eval_{name}_loss"]))
+
+
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
 def test_weights_are_converted_for_evaluations_outside_of_training(tmp_path, name, capsys):
     options = make_workspace(tmp_path, val_size=0.25, bf16=False, max_steps=2, eval_strategy="epoch")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -61,7 +63,8 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
     is_cast = (run.eval_sets or options.do_predict) and cast_for_evaluation(run.model, options)
     if run.eval_sets and evaluates(options):
         last = {} if is_cast else last_evaluation(run, options)
-        metrics = {**(last or run.evaluate()), "epoch": run.state.epoch}
+        losses = last or run.evaluate()
+        metrics = {**losses, **perplexities(losses, run, options), "epoch": run.state.epoch}
         if is_first:
             reports.write(save_metrics, "eval", metrics, folder)
         results |= metrics
@@ -179,6 +182,16 @@ def cast_for_evaluation(model: nn.Module, options: RunOptions) -> bool:
         nn.Module.to(model, dtype)  # transformers' own ``to`` rejects quantized models, whose packed weights stay as is
         note(f"Evaluating with weights in {name_of(dtype)}.")
     return dtype is not None
+
+
+def perplexities(metrics: Mapping[str, float], run: Loop, options: RunOptions) -> dict[str, float]:
+    """Return the perplexity of each evaluation set in pretraining, ``exp`` of its loss; empty for other stages."""
+    if options.stage != "pt":
+        return {}
+    prefixes = [eval_prefix(name) for name in run.eval_sets]
+    largest = math.log(sys.float_info.max)
+    losses = {prefix: metrics[f"{prefix}_loss"] for prefix in prefixes}
+    return {f"{prefix}_perplexity": math.inf if loss > largest else math.exp(loss) for prefix, loss in losses.items()}
 
 
 def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
