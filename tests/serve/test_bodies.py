@@ -98,6 +98,8 @@ def test_all_problems_of_a_body_are_in_one_message() -> None:
         ({"seed": 2**70}, ChatRequest, f'"seed" must be less than {2**63}. Received: {2**70}.'),
         ({"top_p": 1.5}, ChatRequest, '"top_p" must be less than or equal to 1. Received: 1.5.'),
         ({"messages": []}, ChatRequest, '"messages" must have at least 1 entry. Received: 0.'),
+        ({"stop": 5}, ChatRequest, '"stop" must be a string or a list. Received: an integer.'),
+        ({"tool_choice": 5}, ChatRequest, '"tool_choice" must be a string or an object. Received: an integer.'),
         ({"prompt": [-1]}, CompletionRequest, '"prompt[0][0]" must be greater than or equal to 0. Received: -1.'),
     ],
 )

@@ -31,7 +31,8 @@ def _whole_float_to_int(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_whole_float_to_int)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1)]
-TEXT_OR_OTHER = Discriminator(lambda value: "·text" if isinstance(value, str) else "·other")
+_OTHER = "·other"
+TEXT_OR_OTHER = Discriminator(lambda value: "·text" if isinstance(value, str) else _OTHER)
 """Discriminates text from other values. Tags with this prefix are omitted from the paths of problems."""
 
 
@@ -94,7 +95,8 @@ def _api_error_of(found: Any) -> APIError:
     if kind == "missing":
         return api_error("missing_required_parameter", path, "is required.")
     if (expected := _TYPES.get(kind.partition("_")[0])) and kind.endswith(("_type", "_from_float")):
-        return api_error("invalid_type", path, f"must be {expected}. Received: {json_type(value)}.")
+        either = "a string or " if found["loc"] and found["loc"][-1] == _OTHER else ""
+        return api_error("invalid_type", path, f"must be {either}{expected}. Received: {json_type(value)}.")
     if kind in ("too_long", "too_short"):
         bounds = {"too_long": "at most {max_length:,}", "too_short": "at least {min_length:,}"}[kind].format(**context)
         entries = "entry" if bounds.endswith(" 1") else "entries"
