@@ -159,6 +159,37 @@ def test_invalid_field_shows_its_error_and_disables_start(visitor, server) -> No
     assert visitor.is_disabled("#start")
 
 
+def test_plan_with_a_problem_shows_no_skeleton_and_its_details_are_text(visitor, server) -> None:
+    (server.root / "data/torn.jsonl").write_text('{"instruction": "a", "output": "b"}\nnot JSON\n')
+    visitor.goto(f"{server.address}/new")
+    fill(visitor, dataset="data/torn.jsonl")
+    visitor.locator("#problems", has_text="invalid JSON").wait_for()
+    visitor.locator("#plan-status", has_text="Problems: 1").wait_for()
+    assert visitor.locator("#plan-tabs .skeleton, #plan .skeleton").count() == 0
+    fill(visitor)
+    visitor.wait_for_selector("#start:not([disabled])")
+    visitor.click("#tab-more")
+    assert "[object" not in visitor.inner_text("#panel-more")
+    assert visitor.locator("#panel-more dt").count() > 5
+
+
+def test_tabs_of_the_dataset_picker_have_names(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    visitor.locator("[data-option=dataset] button").click()
+    tabs = visitor.locator("dialog[open] [role=tab]")
+    assert tabs.all_inner_texts() == ["On this machine", "Hugging Face Hub", "Upload"]
+
+
+def test_empty_dataset_offers_no_column_mapping(visitor, server) -> None:
+    (server.root / "data/empty.jsonl").touch()
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_selector("#box-dataset")
+    with visitor.expect_response("**/api/datasets/columns*"):
+        visitor.fill("#box-dataset", "data/empty.jsonl")
+    visitor.wait_for_timeout(500)
+    assert visitor.locator("#columns").count() == 0
+
+
 def test_unknown_columns_are_mapped_in_the_form(visitor, server) -> None:
     lines = [json.dumps({"frage": f"{n} + 1", "antwort": str(n + 1)}) for n in range(40)]
     (server.root / "own.jsonl").write_text("\n".join(lines) + "\n")

@@ -20,7 +20,7 @@ export class Columns {
     if (!/\.\w+$/.test(file) || datasets.some((one) => one.name === file && one.folder)) return;
     const found = await get(`api/datasets/columns?file=${encodeURIComponent(file)}`).catch(() => null);
     const { mapping } = await import("./mapping.js");
-    if (!found || file !== this.file) return;
+    if (!found?.columns.length || file !== this.file) return;
     const onSaved = async (/** @type {{name: string, folder: string}} */ one) => {
       await this.described();
       this.change({ dataset: one.name, dataset_dir: one.folder, formatting: "", columns: "" });

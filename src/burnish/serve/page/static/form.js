@@ -172,7 +172,7 @@ function show() {
   $("#panel-notes").replaceChildren(noteNodes(answer));
   $("#panel-more").replaceChildren(...detailNodes(answer));
   $("#plan-line").textContent = planLine({ ...answer, problems });
-  examples.show(answer.rows ?? []);
+  examples.show(answer.rows ?? [], problems.length > 0);
 }
 function showProblems() {
   for (const node of $$("[data-option]")) {

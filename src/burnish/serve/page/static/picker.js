@@ -92,7 +92,7 @@ export function pick({ kind, found, chosen, uploaded }) {
     for (const one of list.children) one.hidden = !one.textContent.toLowerCase().includes(search.value.toLowerCase());
   });
   const panels = [
-    ["here", el("div", { class: "stack" }, search, list)],
+    ["local", el("div", { class: "stack" }, search, list)],
     ["hub", hubPanel(kind, row)],
     ...(kind === "dataset"
       ? [

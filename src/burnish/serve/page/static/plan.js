@@ -1,6 +1,6 @@
 // @ts-check
 // The plan of a run: facts, a memory bar, notes, and examples with highlighted trained tokens.
-import { $, el, svg } from "./dom.js";
+import { $, $$, el, svg } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { smallImage } from "./small_image.js";
 import { language, optionalText, t } from "./words.js";
@@ -110,7 +110,7 @@ export function detailNodes(answer) {
     el(
       "dl",
       { class: "facts", lang },
-      section.lines.map((/** @type {any[]} */ [name, text, where]) => [
+      section.lines.flatMap((/** @type {any[]} */ [name, text, where]) => [
         el("dt", {}, name),
         el("dd", {}, visible(text), where ? el("small", {}, ` ${where}`) : null),
       ]),
@@ -133,9 +133,10 @@ export class Examples {
       });
     for (const box of ["#row-ids", "#row-brackets"]) $(box).addEventListener("input", () => this.show());
   }
-  /** @param {any[]} [rows] */
-  show(rows = this.rows) {
+  /** @param {any[]} [rows] @param {boolean} [isRefused] whether the plan has problems, so that nothing is loading */
+  show(rows = this.rows, isRefused = false) {
     this.rows = rows;
+    if (isRefused) for (const node of $$("#plan > .skeleton, #sample > .skeleton")) node.remove();
     if (!rows.length) return;
     this.place = (this.place + rows.length) % rows.length;
     const row = rows[this.place],
