@@ -190,6 +190,42 @@ def test_empty_dataset_offers_no_column_mapping(visitor, server) -> None:
     assert visitor.locator("#columns").count() == 0
 
 
+def test_deleted_run_is_not_counted_and_undo_restores_it(visitor, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    visitor.goto(f"{server.address}/runs")
+    rows = visitor.locator("tr[data-run]")
+    row = rows.filter(has=visitor.get_by_role("link", name="first", exact=True))
+    row.wait_for()
+    count = rows.count()
+    row.locator("summary").click()
+    row.get_by_role("button", name="Delete").click()
+    visitor.locator("#shown-count", has_text=f"{count - 1} of {count - 1}").wait_for()
+    visitor.fill("#search", "saves/first")
+    assert visitor.inner_text("#shown-count") == f"0 of {count - 1}"
+    visitor.locator("#toast button").click()
+    row.wait_for()
+
+
+def test_long_tag_does_not_widen_the_list_of_runs(visitor, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    visitor.goto(f"{server.address}/runs")
+    row = visitor.locator("tr[data-run]").filter(has=visitor.get_by_role("link", name="first", exact=True))
+    row.locator("summary").click()
+    row.get_by_role("button", name="Name, tags and notes").click()
+    visitor.fill("#label-tags", "w" * 40)
+    visitor.click("#label-keep")
+    visitor.locator(".tag", has_text="w" * 40).wait_for()
+    for width in (360, 1280):
+        visitor.set_viewport_size({"width": width, "height": 720})
+        assert not visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+
+
 def test_unknown_columns_are_mapped_in_the_form(visitor, server) -> None:
     lines = [json.dumps({"frage": f"{n} + 1", "antwort": str(n + 1)}) for n in range(40)]
     (server.root / "own.jsonl").write_text("\n".join(lines) + "\n")

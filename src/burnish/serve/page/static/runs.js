@@ -16,6 +16,7 @@ for (const cell of $$("[data-started]"))
 
 const tagFilter = $("#tag-filter");
 function filter() {
+  if (!tagFilter) return;
   const words = $("#search").value.toLowerCase().split(/\s+/),
     state = $("#state-filter").value,
     tag = tagFilter.value;
@@ -98,13 +99,14 @@ async function remove(row, name) {
   }
   try {
     const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
-    row.hidden = true;
+    row.remove();
+    filter();
     notify(t("deleted", { name }), [
       t("undo"),
       async () => {
         try {
           await send("POST", `api/trash/${entry}`, {});
-          row.hidden = false;
+          location.reload();
         } catch (failed) {
           notify(String(failed));
         }
@@ -150,6 +152,7 @@ follow(
   (name, run) => {
     if (name === "gone") {
       for (const node of $$(`[data-run="${run.run}"], [data-live="${run.run}"]`)) node.remove();
+      filter();
       return;
     }
     if (name !== "run") return;
