@@ -209,6 +209,19 @@ def test_deleted_run_is_not_counted_and_undo_restores_it(visitor, server) -> Non
     row.wait_for()
 
 
+def test_table_of_a_run_shows_the_time_since_its_first_row(visitor, server) -> None:
+    from web.conftest import make_runs
+
+    shutil.rmtree(server.root / "saves")
+    make_runs(server.root)
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_role("link", name="first", exact=True).click()
+    visitor.check("#as-table")
+    visitor.locator("#table th", has_text="Time").wait_for()
+    place = visitor.locator("#table th").all_inner_texts().index("Time")
+    assert visitor.locator("#table tbody tr").nth(10).locator("td").nth(place).inner_text() == "0:10"
+
+
 def test_long_tag_does_not_widen_the_list_of_runs(visitor, server) -> None:
     from web.conftest import make_runs
 

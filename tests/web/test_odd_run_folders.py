@@ -245,3 +245,12 @@ def test_reason_of_an_unreadable_folder_is_shown(root: Path, odd: dict[str, Path
     without_host = read["launch without a host"]
     assert without_host is not None
     assert without_host.state != "elsewhere"
+
+
+def test_resumed_run_is_not_in_the_last_stage_of_its_earlier_start(root: Path) -> None:
+    folder = _folder(root / "resumed")
+    event = {"time": ALIVE["time"] - 1, "step": 30, "kind": "stage", "text": "saving"}
+    writer_of(launch_json=ALIVE, events_jsonl=json.dumps(event) + "\n")(folder)
+    run = read_run(folder)
+    assert run is not None
+    assert run.state == "starting"

@@ -251,7 +251,7 @@ def run_state(
             return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER_INTERVALS * usual_s) else "silent"
         if not is_alive(launch):
             return "died"
-        return _stage(events)
+        return _stage([event for event in events if _time(event) >= _time(launch)])  # without those of earlier starts
     is_finished = (folder / "all_results.json").is_file() or (folder / "train_results.json").is_file()
     percentage = rows[-1].get("percentage") if rows else None
     if is_finished or percentage == 100:

@@ -2,7 +2,7 @@
 // Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
 import { isNamed, numbers, smoothed } from "./curves.js";
 import { $, el, figure, setFigure } from "./dom.js";
-import { bytes, short } from "./format.js";
+import { bytes, duration, short } from "./format.js";
 import { language, t } from "./words.js";
 
 export const COLORS = 8;
@@ -53,7 +53,11 @@ export function table(columns) {
     .map((/** @type {any} */ _, /** @type {number} */ place) => place)
     .filter((/** @type {number} */ place) => place % step === 0 || place === columns.step.length - 1);
   const cell = (/** @type {string} */ name, /** @type {any} */ value) =>
-    name === "memory_bytes" && value ? bytes(value) : figure(value);
+    name === "memory_bytes" && value
+      ? bytes(value)
+      : name === "time" && value
+        ? duration(value - columns.time.find(Boolean))
+        : figure(value);
   return el(
     "table",
     {},
