@@ -121,6 +121,17 @@ def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, request
     ]
 
 
+def test_refused_message_leaves_no_empty_bubble(visitor, requests) -> None:
+    error = json.dumps({"error": {"message": "The prompt is too long.", "code": "context_length_exceeded"}})
+    visitor.route("**/api/chat/*", lambda route: route.fulfill(status=400, content_type="application/json", body=error))
+    visitor.click("#new-chat")
+    visitor.fill("#message", "A long question")
+    visitor.click("#send")
+    turn = visitor.locator(".turn.assistant", has_text="The prompt is too long.")
+    turn.wait_for()
+    assert not turn.locator(".bubble").is_visible()
+
+
 def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server, requests) -> None:
     visitor.click(".chat-head .menu summary")
     visitor.click("#held-out")

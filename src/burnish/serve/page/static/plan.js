@@ -133,7 +133,7 @@ export class Examples {
       });
     for (const box of ["#row-ids", "#row-brackets"]) $(box).addEventListener("input", () => this.show());
   }
-  /** @param {any[]} [rows] @param {boolean} [isRefused] whether the plan has problems, so that nothing is loading */
+  /** @param {any[]} [rows] @param {boolean} [isRefused] nothing is loading */
   show(rows = this.rows, isRefused = false) {
     this.rows = rows;
     if (isRefused) for (const node of $$("#plan > .skeleton, #sample > .skeleton")) node.remove();
