@@ -131,7 +131,7 @@ class Registry(Generic[T]):
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of an error during an import, and the line of the package that caused it."""
+    """Return the message of an error that an import raised, with file and line."""
     known = isinstance(error, ImportError | SyntaxError | ValueError)
     text = str(error) if known else f"{type(error).__name__}: {error}"
     frames = [

@@ -131,8 +131,7 @@ class Family:
         return self.of_video(image) if image.frames else self.ids(*self.given_sizes(image)[-1])
 
     def in_row(self, image: ImageFile, num_images: int) -> ImageFile:
-        """Return an image as it is prepared for a row. Args: num_images: number of images in the row, including this
-        one."""
+        """Return ``image`` with the settings that depend on the ``num_images`` images of its row."""
         return image
 
     def of_video(self, video: ImageFile) -> Ids:

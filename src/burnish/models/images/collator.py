@@ -37,7 +37,7 @@ class ImageOfRow(Protocol):
     fps: float
     """Frames per second of a video."""
     is_padded: bool
-    """Whether its row has several images, of which the model gets only a tile each (LLaVA-OneVision)."""
+    """Whether the image is padded to a square, because its row has several images (LLaVA-OneVision)."""
 
     @property
     def identity(self) -> str: ...

@@ -196,7 +196,7 @@ def code_digest(member: Member[Any]) -> str:
 
 
 def packages_used(options: RunOptions) -> list[str]:
-    """Return name and version of each package whose members a run uses."""
+    """Return the name and version of each package that a run uses as an extension."""
     listed: list[tuple[Registry[Any], Sequence[str]]] = [
         (TRACKERS, options.report_to or ()), (METRICS, options.predict_metrics if options.do_predict else ())
     ]  # fmt: skip
