@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.report.console import print_result
 from burnish.report.work import WorkLine
-from burnish.utils.collection import collect_seldom
+from burnish.utils.collection import collect_garbage_rarely
 from burnish.utils.environment import remove_empty_variables
 from burnish.utils.library_warnings import hide_library_warnings
 from burnish.utils.sigint import exit_quietly, exiting_on_interrupt, interruptible
@@ -38,7 +38,7 @@ Arguments = list[str]
 
 def command(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the ``burnish`` process: run ``main``, then exit the interpreter quickly."""
-    collect_seldom()
+    collect_garbage_rarely()
     status = main(arguments)
     if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # a distributed run
         parallel.close_group()

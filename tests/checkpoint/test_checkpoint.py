@@ -212,7 +212,7 @@ def test_incompatible_change_is_an_error_and_allowed_change_a_note(tmp_path):
         assert raised.value.problems[0].options == (name,)
         for remedy in ("a different output_dir", "overwrite_output_dir: true", "resume_despite_changes"):
             assert remedy in str(raised.value)
-    assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, despite=True)
+    assert compare_with_checkpoint(tmp_path / "checkpoint-1", {**before, "seed": 2}, allows_changes=True)
 
 
 def test_changed_library_versions_are_reported(tmp_path):

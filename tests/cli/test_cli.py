@@ -10,7 +10,7 @@ import pytest
 from burnish import __version__, cli
 from burnish.config.options import specs
 from burnish.demo.command import answers, demo_plan, demo_questions
-from burnish.demo.report import BUNDLED, DemoQuestion, share_exact
+from burnish.demo.report import BUNDLED, DemoQuestion, exact_match_rate
 from burnish.models.generate import PREDICTION_ONLY, GenerationOptions
 from burnish.run.plan.listing import list_options
 from burnish.run.plan.plan import RunOptions
@@ -174,11 +174,11 @@ def test_demo_uses_bundled_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_exact_match_compares_letter_for_letter() -> None:
     questions = [DemoQuestion("2 + 2?", "4"), DemoQuestion("Say yes.", "yes")]
-    assert share_exact(questions, ["4", "Yes"]) == 0.5
+    assert exact_match_rate(questions, ["4", "Yes"]) == 0.5
 
 
 def test_untrained_model_answers_nothing_correctly(tmp_path: Path) -> None:
     questions = demo_questions()[:8]
     result = answers(BUNDLED / "model", questions, batch_size=3)
     assert len(result) == 8
-    assert share_exact(questions, result) == 0.0
+    assert exact_match_rate(questions, result) == 0.0

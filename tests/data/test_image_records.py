@@ -114,7 +114,7 @@ def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
     assert (example.chosen[0].text, example.rejected[0].text) == ("Red.", "Blue.")
     verdict = {"instruction": TEXT, "output": "Red.", "images": TWO, "kto_tag": True}
     columns = {"prompt": "instruction", "response": "output", "images": "images", "kto_tag": "kto_tag"}
-    assert summarize(read(verdict, folder, "verdicts", columns=columns)) == [QUESTION, ["Red."]]
+    assert summarize(read(verdict, folder, "unpaired", columns=columns)) == [QUESTION, ["Red."]]
 
 
 def test_image_can_set_its_pixel_limits(folder):

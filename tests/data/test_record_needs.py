@@ -91,7 +91,7 @@ def test_format_can_define_its_own_record_type(tmp_path, monkeypatch):
         examples(tmp_path, rows, RecordNeeds())
 
 
-@pytest.mark.parametrize("kind", ["pairs", "verdicts"])
+@pytest.mark.parametrize("kind", ["pairs", "unpaired"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_pairs_without_prompt_begin_with_it(tmp_path, kind, streaming):
     hi, texts = {"role": "user", "content": "Hi"}, ("Hello", "No")

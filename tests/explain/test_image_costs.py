@@ -50,7 +50,7 @@ def initial_counts(counts):
     [
         ("dpo", "pairs", {}),
         pytest.param("sft", "answers", {}, marks=pytest.mark.slow),
-        pytest.param("kto", "verdicts", {"per_device_train_batch_size": 8}, marks=pytest.mark.slow),
+        pytest.param("kto", "unpaired", {"per_device_train_batch_size": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_vision_tower_runs_once_per_image_of_a_step(workspace, counts, monkeypatch, stage, dataset, overrides):

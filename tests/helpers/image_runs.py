@@ -40,21 +40,21 @@ def save_model(folder, family):
 
 def write_sets(folder, records):
     answers = [{"messages": record["messages"], "images": record["images"]} for record in records]
-    pairs, verdicts = [], []
+    pairs, unpaired = [], []
     for record in answers:
         *prompt, answer = record["messages"]
         other = {"role": "assistant", "content": "Nothing of that kind."}
         pairs.append({**record, "messages": prompt, "chosen": answer, "rejected": other})
-        verdicts += [{**record, "label": True}, {**record, "messages": [*prompt, other], "label": False}]
+        unpaired += [{**record, "label": True}, {**record, "messages": [*prompt, other], "label": False}]
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
             "system_tag": "system"}  # fmt: skip
     columns = {"messages": "messages", "images": "images"}
     entries = {
         "answers": {"columns": columns},
         "pairs": {"ranking": True, "columns": {**columns, "chosen": "chosen", "rejected": "rejected"}},
-        "verdicts": {"columns": {**columns, "kto_tag": "label"}},
+        "unpaired": {"columns": {**columns, "kto_tag": "label"}},
     }
-    for name, rows in (("answers", answers), ("pairs", pairs), ("verdicts", verdicts)):
+    for name, rows in (("answers", answers), ("pairs", pairs), ("unpaired", unpaired)):
         (folder / f"{name}.json").write_text(json.dumps(rows))
         entries[name] |= {"file_name": f"{name}.json", "formatting": "sharegpt", "tags": tags}
     (folder / "dataset_info.json").write_text(json.dumps(entries))

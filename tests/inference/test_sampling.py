@@ -85,7 +85,7 @@ def test_temperature_0_selects_the_likeliest_after_penalties() -> None:
     assert sample_one(Sampling(temperature=0)) == 0
     assert sample_one(Sampling(temperature=0, presence_penalty=1.5), answer=[0]) == 1
     assert sample_one(Sampling(temperature=0, bias={5: 100.0})) == 5
-    assert sample_one(Sampling(temperature=0), barred=[0]) == 1
+    assert sample_one(Sampling(temperature=0), excluded_ids=[0]) == 1
 
 
 @pytest.mark.parametrize(

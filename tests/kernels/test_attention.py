@@ -341,7 +341,7 @@ def test_few_tokens_after_long_prefix_allocate_no_square_mask(window):
     """The mask has a row for each of these tokens only, not for each token of the longest sequence."""
     length, before = 3, attention._MOST_KEPT + 10
     size = before + length
-    mask = attention._band(length, before, before, window, torch.bfloat16, torch.device("cpu"))
+    mask = attention._band_mask(length, before, before, window, torch.bfloat16, torch.device("cpu"))
     assert mask.untyped_storage().nbytes() == length * size * 2
     distance = torch.arange(before, size)[:, None] - torch.arange(size)
     assert torch.equal(mask == 0, (distance >= 0) & (distance < (window or size)))

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from burnish.kernels.attention import Scores, Sequences, _attend_one_sequence, _band, flat_attention
+from burnish.kernels.attention import Scores, Sequences, _attend_one_sequence, _band_mask, flat_attention
 from burnish.kernels.cpu.short import buckets_of, short_attention
 
 MANY = [random.Random(5).randint(1, 70) for _ in range(40)]
@@ -27,8 +27,8 @@ def inputs(lengths, heads=6, keys=2, dtype=torch.float32):
 
 def compute_jointly(tensors, lengths, window=None, dropout=0.0):
     dtype = tensors[0].dtype
-    band = partial(_band, window=window, dtype=dtype, device=torch.device("cpu"))
-    return short_attention(*tensors, without_prefixes(lengths), 0.3, dropout, band)
+    create_mask = partial(_band_mask, window=window, dtype=dtype, device=torch.device("cpu"))
+    return short_attention(*tensors, without_prefixes(lengths), 0.3, dropout, create_mask)
 
 
 def without_prefixes(lengths):

@@ -91,8 +91,8 @@ class CountingOffload(Offloading):
 
     moved_bytes = 0
 
-    def _away(self, tensor):
-        packed = super()._away(tensor)
+    def _to_storage(self, tensor):
+        packed = super()._to_storage(tensor)
         self.moved_bytes += tensor.nbytes if packed[1] is not None else 0
         return packed
 

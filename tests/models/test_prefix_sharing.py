@@ -15,7 +15,7 @@ from burnish.data.batches.batching import BatchingOptions, collate_padding_free,
 from burnish.data.batches.loader import num_tokens
 from burnish.data.batches.prefix_sharing import segments
 from burnish.kernels.probe import shares_prefixes
-from burnish.kernels.shared_prefix import laid_out
+from burnish.kernels.shared_prefix import gather_runs
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.lm import LmOptions, SftObjective
 from burnish.models.patches.attention import make_padding_free
@@ -128,7 +128,7 @@ def test_packs_share_prefixes():
 
 def test_gradient_of_a_shared_run_is_summed_over_uses():
     x = torch.randn(7, 2, 3, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: laid_out(x, ((0, 3), (0, 3), (3, 2), (0, 3), (5, 2))), x)
+    assert torch.autograd.gradcheck(lambda x: gather_runs(x, ((0, 3), (0, 3), (3, 2), (0, 3), (5, 2))), x)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from burnish.run.plan.plan import RunOptions, component_notes
 
 pytestmark = pytest.mark.run
 
-OFFERED = [m.name for m in OPTIMIZERS if "refused" not in m.traits]
+OFFERED = [m.name for m in OPTIMIZERS if "refused" not in m.metadata]
 AVAILABLE = [name for name in OFFERED if not missing_library(name)]
-MISSING = sorted({OPTIMIZERS.get(name).traits["library"] for name in {*OFFERED} - {*AVAILABLE}})
+MISSING = sorted({OPTIMIZERS.get(name).metadata["library"] for name in {*OFFERED} - {*AVAILABLE}})
 WIDTH = 64  # a matrix of 64 x 64 is the smallest that the 8-bit libraries quantize
 
 
@@ -520,7 +520,7 @@ def test_unknown_number_of_heads_must_be_given():
 
 
 def test_schedule_free_evaluates_averaged_weights():
-    pytest.importorskip(OPTIMIZERS.get("schedule_free_adamw").traits["library"])
+    pytest.importorskip(OPTIMIZERS.get("schedule_free_adamw").metadata["library"])
     training = Training("schedule_free_adamw").run(3)
     trained = training.weights()
     training.optimizer.eval()

@@ -43,7 +43,7 @@ def rows(kind, count=8):
             3, 64, (int(torch.randint(4, 40, (), generator=generator)),), generator=generator
         ).tolist()
         (first, first_labels), (second, second_labels) = answer(generator, prompt), answer(generator, prompt)
-        if kind == "verdicts":
+        if kind == "unpaired":
             result.append({"input_ids": first, "labels": first_labels, "tag": number % 3 > 0, "kl_input_ids": second,
                          "kl_labels": second_labels})  # fmt: skip
         else:
@@ -56,7 +56,7 @@ def update(kind, cut, is_padding_free=True, needed=True, fused=True, **overrides
     """Return loss and gradients of one step, computed as in the loop."""
     options = Flat(**overrides, fused_loss="auto" if fused else False)
     policy, reference = tiny_model(seed=0, max_position_embeddings=128), tiny_model(seed=1, max_position_embeddings=128)
-    objective = {"pairs": PairObjective, "verdicts": KtoObjective, "scores": RewardObjective}[kind](
+    objective = {"pairs": PairObjective, "unpaired": KtoObjective, "scores": RewardObjective}[kind](
         options, template=None
     )
     if is_padding_free:
@@ -93,8 +93,8 @@ CASES = {
     "cpo with its likelihood": ("pairs", {"pref_loss": ["cpo"], "cpo_alpha": 1.0}),
     "longer answers count less": ("pairs", {"ld_alpha": 0.5}),
     "weighted": ("pairs", {"use_weighting": True}),
-    "kto": ("verdicts", {}),
-    "kto with ftx": ("verdicts", {"pref_ftx": 1.0}),
+    "kto": ("unpaired", {}),
+    "kto with ftx": ("unpaired", {"pref_ftx": 1.0}),
     "rm": ("scores", {"center_rewards_coefficient": 0.1}),
 }
 
@@ -143,7 +143,7 @@ def test_token_log_probabilities_have_gradients_and_sum_to_sequence_ones(fused):
 
 
 def test_each_sequence_of_a_row_has_a_title_for_explain():
-    kinds = {KtoObjective: "verdicts", PairObjective: "pairs", RewardObjective: "pairs"}
+    kinds = {KtoObjective: "unpaired", PairObjective: "pairs", RewardObjective: "pairs"}
     titles = {
         objective: [objective(Flat(), template=None).sequence_title(rows(kind, 1)[0], name) for name in names]
         for (objective, kind), names in zip(kinds.items(), [["", "kl"], ["chosen"], ["rejected"]], strict=True)

@@ -26,13 +26,13 @@ def labelled_examples(count=12):
 @pytest.fixture
 def workspace(tmp_path):
     make_pair_workspace(tmp_path)
-    (tmp_path / "verdicts.json").write_text(json.dumps(labelled_examples()))
+    (tmp_path / "unpaired.json").write_text(json.dumps(labelled_examples()))
     return tmp_path
 
 
 def kto_options(workspace, **more):
     columns = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
-    return {"stage": "kto", "dataset": str(workspace / "verdicts.json"), "train_sampling_strategy": "sequential",
+    return {"stage": "kto", "dataset": str(workspace / "unpaired.json"), "train_sampling_strategy": "sequential",
             "columns": json.dumps(columns), **more}  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_streamed_kto_examples_train_like_loaded_ones(workspace, monkeypatch):
 def test_invalid_streamed_record_is_not_used_as_neighbor(workspace, monkeypatch):
     records = labelled_examples()
     records[3]["label"] = "perhaps"
-    (workspace / "verdicts.json").write_text(json.dumps(records))
+    (workspace / "unpaired.json").write_text(json.dumps(records))
     bad = {"on_bad_record": "drop"}
     stored = losses(workspace, monkeypatch, **kto_options(workspace, **bad))
     streamed = losses(workspace, monkeypatch, **kto_options(workspace, streaming=True, **bad))
@@ -102,7 +102,7 @@ def test_step_mismatched_responses_do_not_depend_on_micro_batching(workspace, mo
 
 
 def test_evaluation_uses_neighbors_of_its_dataset(workspace, monkeypatch):
-    more = {"eval_dataset": str(workspace / "verdicts.json"), "eval_strategy": "steps", "eval_steps": 3}
+    more = {"eval_dataset": str(workspace / "unpaired.json"), "eval_strategy": "steps", "eval_steps": 3}
     assert losses(workspace, monkeypatch, **kto_options(workspace, **GROUP, **more))
 
 

@@ -15,7 +15,7 @@ from burnish.trainer.trl.preferences.rows import (
 from representative import representative
 
 disable_progress_bars()
-KINDS = {"DPOTrainer": (DPOConfig, "pairs"), "KTOTrainer": (KTOConfig, "verdicts"),
+KINDS = {"DPOTrainer": (DPOConfig, "pairs"), "KTOTrainer": (KTOConfig, "unpaired"),
          "RewardTrainer": (RewardConfig, "scores")}  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def rows_of(records, trainer="DPOTrainer", max_length=1024, chat_template=None, 
     made.chat_template = chat_template or golden()["rows"]["trl"]["chat_template"]
     args = config("unused", use_cpu=True, max_length=max_length, **options)
     template = template_of(args, made, kind)
-    encode = template.encode_unpaired if kind == "verdicts" else template.encode_pairs
+    encode = template.encode_unpaired if kind == "unpaired" else template.encode_pairs
     return preference_rows(Dataset.from_list(records), "train", args, kind, encode, template)
 
 

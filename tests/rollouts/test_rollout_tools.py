@@ -338,12 +338,12 @@ def test_environment_provides_tools_prompt_and_reward(folder):
     source.inner = ScriptedSource(trainer._tokenizer, turns * 3)
     complete = source.inner.complete
 
-    def anew(prompts, keys, limits):
+    def ignores_cache(prompts, keys, limits):
         if keys[0].start == 0:
             source.inner.seen = []
         return complete(prompts, keys, limits)
 
-    source.inner.complete = anew
+    source.inner.complete = ignores_cache
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["rewards/Counter/mean"] == pytest.approx(1.5)

@@ -206,7 +206,7 @@ def test_interrupt_in_another_thread_installs_no_handlers():
 def test_processes_stop_at_the_same_step(tmp_path):
     """Another process receives a signal at step 7; this one does not."""
     answers = iter(range(1, 100))
-    interrupt = InterruptCallback(agree=lambda mine: mine or next(answers) >= 7)
+    interrupt = InterruptCallback(any_process=lambda mine: mine or next(answers) >= 7)
     run, _ = make_run(tmp_path, [interrupt], save_strategy="no")
     with interrupt:
         run.train()

@@ -86,7 +86,7 @@ def test_update_does_not_depend_on_micro_batching(workspace, cut):
 
 @pytest.mark.parametrize("stage", representative_slow(["dpo", "kto"], 1))
 def test_initial_preference_loss_with_images_equals_reference(workspace, stage):
-    dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
+    dataset = {"dpo": "pairs", "kto": "unpaired"}[stage]
     size = {"dpo": 4, "kto": 8}[stage]
     options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "learning_rate": 1e-2}
     flat = losses(train(workspace, f"{stage}-flat", per_device_train_batch_size=size, **options))
@@ -278,7 +278,7 @@ def test_features_that_an_evaluation_computed_are_trained_on(workspace, monkeypa
 
 @pytest.mark.parametrize("stage", representative_slow(["dpo", "kto"], 1))
 def test_adapter_of_the_tower_is_trained_on_preferences(workspace, stage):
-    dataset = {"dpo": "pairs", "kto": "verdicts"}[stage]
+    dataset = {"dpo": "pairs", "kto": "unpaired"}[stage]
     options = {"stage": stage, "dataset": dataset, "finetuning_type": "lora", "lora_target": "all", "max_steps": 3,
                "freeze_vision_tower": False, "freeze_multi_modal_projector": False}  # fmt: skip
     folder = train(workspace, f"tower-{stage}", **options)

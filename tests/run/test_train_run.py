@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.cli import main
 from burnish.loop.meter import Meter
-from burnish.utils.collection import collect_seldom
+from burnish.utils.collection import collect_garbage_rarely
 from representative import representative_slow
 from run_outputs import KILLS_ITSELF_AFTER_STEP_FIVE, history, same_weights, weights_in
 from small_run import as_arguments, make_workspace, records
@@ -51,7 +51,7 @@ def test_full_run_saves_transformers_model_and_expected_files(tmp_path):
 
 def test_reference_cycles_are_collected_as_usual_during_training(tmp_path):
     usual = gc.get_threshold()
-    collect_seldom()
+    collect_garbage_rarely()
     assert gc.get_threshold() != usual
     try:
         assert run(make_workspace(tmp_path, max_steps=2)) == 0

@@ -138,7 +138,7 @@ def test_thoughts_are_shown_or_summarized_and_stored_separately() -> None:
     assert "3 characters" in out.getvalue()
     talk.take("/think off")
     talk.take("Three?")
-    assert [request.thinks for request in backend.requests] == [None, True, False]
+    assert [request.enable_thinking for request in backend.requests] == [None, True, False]
 
 
 def test_reasoning_of_a_template_without_it_cannot_be_switched() -> None:
@@ -149,7 +149,7 @@ def test_reasoning_of_a_template_without_it_cannot_be_switched() -> None:
         assert "The template of this model has no reasoning" in out.getvalue()
     talk.take("/think hide")
     talk.take("One?")
-    assert [request.thinks for request in backend.requests] == [None]
+    assert [request.enable_thinking for request in backend.requests] == [None]
 
 
 def test_tool_call_is_shown_and_waits_for_its_result(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_tokens_can_be_inspected() -> None:
 def test_ctrl_c_after_the_last_token_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     talk, _, out = talk_of([Event("content", "a"), Event("end", end=AnswerEnded("stop"))])
 
-    def tell(text: str, color: str = "") -> None:
+    def print_wrapped(text: str, color: str = "") -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talk.console, "tell", tell)
+    monkeypatch.setattr(talk.console, "print_wrapped", print_wrapped)
     assert talk.take("One?") == 0
     assert "[stopped]" in out.getvalue()
 

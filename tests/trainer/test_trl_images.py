@@ -106,10 +106,10 @@ def test_preference_images_are_in_the_prompt(folder, tmp_path):
     )  # fmt: skip
     second.train()
     assert [one["loss"] for one in second.state.log_history if "loss" in one] == pytest.approx(logged, abs=1e-4)
-    verdicts = Dataset.from_dict(
+    unpaired = Dataset.from_dict(
         {"prompt": [[USER]] * 2, "completion": [[ANSWER], [other]], "label": [True, False], "images": [[image]] * 2}
     )
-    KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=verdicts).train()
+    KTOTrainer(str(folder / "model"), args=options(KTOConfig, tmp_path), train_dataset=unpaired).train()
 
 
 def test_training_all_tokens_excludes_placeholders_and_reports_it(folder, tmp_path, caplog):

@@ -15,7 +15,7 @@ import pytest
 
 from burnish.serve.page.runs import log_columns
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
-from burnish.serve.page.runs.series import series, small_picture
+from burnish.serve.page.runs.series import series, small_line_chart
 
 
 def write_log(folder: Path, steps: int, spike: int) -> None:
@@ -107,7 +107,7 @@ def test_missing_or_restarted_log_is_reread(tmp_path) -> None:
 
 def test_thumbnail_of_a_long_run_spans_first_to_last_loss(tmp_path) -> None:
     write_log(tmp_path, 5000, spike=0)
-    points = [tuple(map(float, point.split(","))) for point in small_picture(tmp_path).split()]
+    points = [tuple(map(float, point.split(","))) for point in small_line_chart(tmp_path).split()]
     assert len(points) >= 60
     assert points[0][1] == 2.0  # the largest loss is at the top
     assert points[-1][1] == 26.0

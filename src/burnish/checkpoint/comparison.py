@@ -48,18 +48,18 @@ After any other change the old weights would be mistaken for the result of the n
 
 
 def compare_with_checkpoint(
-    folder: Path, now: Mapping[str, Any], despite: bool = False, may_change: Set[str] = MAY_CHANGE
+    folder: Path, now: Mapping[str, Any], allows_changes: bool = False, may_change: Set[str] = MAY_CHANGE
 ) -> list[str]:
     """Return a sentence for each accepted change since the checkpoint.
 
     Raises:
-        UserError: if a change makes it another run, unless ``despite`` is true.
+        UserError: if a change makes it another run, unless ``allows_changes`` is true.
     """
-    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, despite, may_change)
+    return compare_fingerprints(read_manifest(folder)["fingerprints"], now, folder, allows_changes, may_change)
 
 
 def compare_fingerprints(
-    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, despite: bool = False,
+    before: Mapping[str, Any], now: Mapping[str, Any], folder: Path, allows_changes: bool = False,
     may_change: Set[str] = MAY_CHANGE,
 ) -> list[str]:  # fmt: skip
     """Compare two sets of fingerprints. ``before`` belongs to a checkpoint or a finished run in ``folder``."""
@@ -69,7 +69,7 @@ def compare_fingerprints(
         if name in before and before[name] != now[name]
     }
     fatal = {name: pair for name, pair in changed.items() if name not in may_change}
-    if fatal and not despite:
+    if fatal and not allows_changes:
         raise UserError(
             f"it contains a different run: {'; '.join(_difference(name, *pair) for name, pair in fatal.items())}.",
             where=str(folder),

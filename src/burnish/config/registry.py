@@ -30,7 +30,7 @@ class Member(Generic[T]):
     options: type | None = None  # dataclass of options that this member reads
     summary: str = ""
     when: Callable[[Any], bool] | None = None  # true for options that select this member without its name
-    traits: Mapping[str, Any] = field(default_factory=dict)  # further properties that the family reads
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # further properties that the family reads
     module: str = "burnish"  # name of the module that registered it
 
     @property
@@ -53,7 +53,7 @@ class Registry(Generic[T]):
 
     def register(
         self, *names: str, options: type | None = None, when: Callable[[Any], bool] | None = None,
-        replace: bool = False, **traits: Any,
+        replace: bool = False, **metadata: Any,
     ) -> Callable[[T], T]:  # fmt: skip
         """Decorator: add a member under one or more names. Raises ValueError if a name is taken, unless ``replace`` is
         true.
@@ -66,7 +66,7 @@ class Registry(Generic[T]):
             for name in names:
                 if name in self._members and not replace:
                     raise ValueError(f"{self.family} {name!r} is already registered by {self._members[name].module}")
-                self._members[name] = Member(name, value, options, _first_line(value), when, traits, module)
+                self._members[name] = Member(name, value, options, _first_line(value), when, metadata, module)
             return value
 
         return add
@@ -101,7 +101,7 @@ class Registry(Generic[T]):
         """The names that can be chosen. Members with the trait ``refused`` exist only to explain why they are not
         supported.
         """
-        return [member.name for member in self if "refused" not in member.traits]
+        return [member.name for member in self if "refused" not in member.metadata]
 
     def option_groups(self) -> list[type]:
         """The option groups of all members without duplicates, in order of registration."""

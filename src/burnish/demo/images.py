@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from burnish.data.images.image_file import load, read_header
-from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, next_steps, report, share_exact
+from burnish.demo.report import BUNDLED, DemoQuestion, demo_plan, exact_match_rate, next_steps, report
 from burnish.models.quiet import suppress_loading_messages
 from burnish.report.console import note
 
@@ -52,7 +52,7 @@ def demo_picture(argv: list[str]) -> int:
             [f'chat {folder} --once "{QUESTION}" --image {image} temperature=0', f"chat {folder}", f"api {folder}"]
         )
     )
-    return 0 if share_exact(questions, after) > share_exact(questions, before) else 1
+    return 0 if exact_match_rate(questions, after) > exact_match_rate(questions, before) else 1
 
 
 # --- images ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class DemoQuestion:
     wrong: str = ""
 
 
-def share_exact(questions: list[DemoQuestion], found: list[str]) -> float:
+def exact_match_rate(questions: list[DemoQuestion], found: list[str]) -> float:
     """Return the fraction of responses that equal the expected answer exactly, in [0, 1]."""
     return sum(q.answer == text for q, text in zip(questions, found, strict=True)) / len(questions)
 
@@ -63,7 +63,7 @@ def report(questions: list[DemoQuestion], before: list[str], after: list[str], n
         mark = "right" if after[index] == question.answer else f"wrong, expected {question.answer}"
         prompt = shortened_line(question.prompt.replace("\n", " "), 44)
         lines.append(f"{prompt:<46}{shortened_line(before[index], 14):<16}{shortened_line(after[index], 18):<20}{mark}")
-    scores = f"{share_exact(questions, before):.2f} before, {share_exact(questions, after):.2f} after"
+    scores = f"{exact_match_rate(questions, before):.2f} before, {exact_match_rate(questions, after):.2f} after"
     return "\n".join([*lines, f"\nexact match on {len(questions)} held-out {noun}s: {scores}"])
 
 

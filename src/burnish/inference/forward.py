@@ -150,10 +150,12 @@ class SlotForward:
             masks[kind] = self._attention_mask(attention_mask(places, width, kind, config, blocks))
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _attention_mask(self, sees: Tensor) -> Tensor:
+    def _attention_mask(self, may_attend: Tensor) -> Tensor:
         if self.model.config._attn_implementation in _BOOLEAN:
-            return sees
-        return torch.zeros(sees.shape, device=sees.device, dtype=self.model.dtype).masked_fill(~sees, -torch.inf)
+            return may_attend
+        return torch.zeros(may_attend.shape, device=may_attend.device, dtype=self.model.dtype).masked_fill(
+            ~may_attend, -torch.inf
+        )
 
     def free(self) -> None:
         self.cache.clear(STEP)
@@ -183,12 +185,12 @@ def attention_mask(places: Tensor, width: int, kind: str, config: Any, blocks: T
         blocks: (B, 1, T, W), true where it may also attend to a later position (``bidirectional_blocks``).
     """
     at, there = places[:, None, :, None], torch.arange(width, device=places.device)
-    sees = there <= at if blocks is None else (there <= at) | blocks
+    may_attend = there <= at if blocks is None else (there <= at) | blocks
     if kind == "sliding_attention":
-        sees &= at - there < config.sliding_window
+        may_attend &= at - there < config.sliding_window
     elif kind == "chunked_attention":
-        sees &= at // config.attention_chunk_size == there // config.attention_chunk_size
-    return sees
+        may_attend &= at // config.attention_chunk_size == there // config.attention_chunk_size
+    return may_attend
 
 
 class _OneRow:

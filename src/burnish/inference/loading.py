@@ -280,7 +280,7 @@ def problems_of_adapters(
 
 
 def _is_of_peft(options: AnsweringOptions) -> bool:
-    return bool(ADAPTERS.get(options.finetuning_type).traits.get("is_of_peft"))
+    return bool(ADAPTERS.get(options.finetuning_type).metadata.get("is_of_peft"))
 
 
 def merged_model(

@@ -130,5 +130,5 @@ def _draw_settings(job: Job, vocabulary: int) -> DrawSettings:
     is_early = (
         len(job.answer) < request.min_new_tokens and request.grammar is None
     )  # a grammar itself decides when a response is complete
-    barred = request.stop_ids if is_early else ()
-    return DrawSettings(request.sampling, request.ids, job.answer, job.noise, mask, barred)
+    excluded_ids = request.stop_ids if is_early else ()
+    return DrawSettings(request.sampling, request.ids, job.answer, job.noise, mask, excluded_ids)

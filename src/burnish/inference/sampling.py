@@ -40,7 +40,7 @@ class DrawSettings:
         prompt, answer: ids so far.
         noise: determines the random numbers together with the position ``len(answer)``.
         mask: (V,) added to the logits by a grammar: 0, or -inf for a token that is not allowed.
-        barred: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
+        excluded_ids: tokens that must not be drawn (stop tokens before ``min_new_tokens``).
     """
 
     sampling: Sampling
@@ -48,14 +48,14 @@ class DrawSettings:
     answer: Sequence[int] = ()
     noise: NoiseKey = field(default_factory=NoiseKey)
     mask: Tensor | None = None
-    barred: Iterable[int] = ()
+    excluded_ids: Iterable[int] = ()
 
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before the temperature is applied."""
         sampling = self.sampling
         is_penalized = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-        return bool(sampling.bias or is_penalized or self.mask is not None or self.barred)
+        return bool(sampling.bias or is_penalized or self.mask is not None or self.excluded_ids)
 
 
 def draw(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
@@ -101,7 +101,7 @@ def draw_logps(logits: Tensor, rows: Sequence[DrawSettings], tokens: Tensor) -> 
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
-    """Return (N, V) float32 logits with bias, penalties, grammar and barred tokens applied; ``logits`` if there are
+    """Return (N, V) float32 logits with bias, penalties, grammar and excluded tokens applied; ``logits`` if there are
     none."""
     if not any(row.adjusts for row in rows):
         return logits.detach().float()
@@ -129,8 +129,8 @@ def adjusted_logits(logits: Tensor, rows: Sequence[DrawSettings]) -> Tensor:
     for at, row in enumerate(rows):
         if row.mask is not None:
             scores[at] += row.mask.to(scores.device)
-    if barred := [(at, token, -torch.inf) for at, row in enumerate(rows) for token in row.barred]:
-        places, (values,) = _entries(barred, scores)
+    if excluded_ids := [(at, token, -torch.inf) for at, row in enumerate(rows) for token in row.excluded_ids]:
+        places, (values,) = _entries(excluded_ids, scores)
         scores[places] = values
     return scores
 

@@ -212,7 +212,7 @@ class Scheduler:
         others = (slot.job.request for slot in self._range(self._num_generating, self._num_reading) if slot.job)
         own = job.request
         alike = (common_prefix(other, own, len(own.ids)) for other in others if other.adapter == own.adapter)
-        return self.backend.can_rewind and max(alike, default=0) >= common + self.limits.worth_waiting
+        return self.backend.can_rewind and max(alike, default=0) >= common + self.limits.min_shared_tokens
 
     def _take_slot(self, job: Job, source: int, common: int) -> None:
         """Assign a slot to a request: a free slot that consists mostly of the request's prefix is taken over.

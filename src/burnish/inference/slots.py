@@ -34,14 +34,14 @@ class SlotLimits:
         context: maximum number of tokens of prompt and response together.
         waiting: maximum number of queued requests; None for no limit.
         exact: process each request in its own forward passes, so that results do not depend on others to the last bit.
-        worth_waiting: a request waits for another one with a common prefix if that saves this many tokens.
+        min_shared_tokens: a request waits for another one with a common prefix if that saves this many tokens.
     """
 
     slots: int
     context: int
     waiting: int | None = None
     exact: bool = False
-    worth_waiting: int = 32
+    min_shared_tokens: int = 32
 
 
 @dataclass(eq=False)

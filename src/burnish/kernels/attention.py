@@ -66,13 +66,13 @@ class Sequences(NamedTuple):
     Args:
         begins: (S + 1,) int32, the first token of each sequence, and T.
         longest: number of tokens of the longest sequence.
-        begins_of_keys: (S + 1,) int32, the first key of each sequence, and U. Its last key is that of its last token.
+        key_starts: (S + 1,) int32, the first key of each sequence, and U. Its last key is that of its last token.
         most_keys: maximum number of keys of a sequence.
     """
 
     begins: Tensor
     longest: int
-    begins_of_keys: Tensor
+    key_starts: Tensor
     most_keys: int
 
     @classmethod
@@ -223,8 +223,8 @@ def _run(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scores: Sc
             query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), scores
         ).transpose(0, 1)
     window = scores.window if scores.window and scores.window < max(map(sum, lengths)) else None
-    band = partial(_band, window=window, dtype=query.dtype, device=query.device)
-    return short_attention(query, key, value, lengths, _scale(query, scores), scores.dropout, band)
+    create_mask = partial(_band_mask, window=window, dtype=query.dtype, device=query.device)
+    return short_attention(query, key, value, lengths, _scale(query, scores), scores.dropout, create_mask)
 
 
 def _scale(query: Tensor, scores: Scores) -> float:
@@ -238,7 +238,7 @@ def _attend_one_sequence(query: Tensor, key: Tensor, value: Tensor, scores: Scor
     window = scores.window if scores.window and scores.window < width else None
     if not scores.is_plain:
         return masked_attention(
-            query, key, value, _band(length, before, before, window, query.dtype, query.device), scores
+            query, key, value, _band_mask(length, before, before, window, query.dtype, query.device), scores
         )
     if is_half_on_cpu(query) and window is None and not scores.dropout:
         return blockwise_attention(query, key, value, _scale(query, scores))
@@ -250,7 +250,7 @@ def _attend_one_sequence(query: Tensor, key: Tensor, value: Tensor, scores: Scor
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
-        attn_mask=_band(length, before, before, window, query.dtype, query.device) if needs_band else None,
+        attn_mask=_band_mask(length, before, before, window, query.dtype, query.device) if needs_band else None,
         is_causal=not needs_band,
         scale=scores.scale,
         dropout_p=scores.dropout,
@@ -271,7 +271,7 @@ def _is_mostly_own(query: Tensor, before: int) -> bool:
     return query.device.type == "cpu" and length >= _LONG and 0 < before <= length // 4
 
 
-def _band(
+def _band_mask(
     length: int, before: int, filled: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """(L, filled + L) additive mask: 0 for the token itself and those before it in the window, else -inf.
@@ -320,7 +320,7 @@ def token_counts(sequences: Sequences) -> Lengths:
     waits for the device, but the kernels there do not need these numbers.
     """
     if sequences.begins not in _LENGTHS:
-        counts, widths = (begins.diff().tolist() for begins in (sequences.begins, sequences.begins_of_keys))
+        counts, widths = (begins.diff().tolist() for begins in (sequences.begins, sequences.key_starts))
         _LENGTHS[sequences.begins] = tuple((count, w - count) for count, w in zip(counts, widths, strict=True))
     return _LENGTHS[sequences.begins]
 
@@ -361,7 +361,7 @@ def _window(scores: Scores) -> tuple[int, int]:
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     mixed: Tensor = _flash_function()(
-        q, k, v, sequences.begins, sequences.begins_of_keys, sequences.longest, sequences.most_keys,
+        q, k, v, sequences.begins, sequences.key_starts, sequences.longest, sequences.most_keys,
         dropout_p=scores.dropout, softmax_scale=scores.scale, causal=True, window_size=_window(scores),
         softcap=scores.softcap or 0.0,
     )  # fmt: skip
@@ -410,7 +410,7 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores:
     elif q.shape[1] != k.shape[1]:
         k, v = (whole.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for whole in (k, v))
     mixed: Tensor = attend(
-        q, k, v, sequences.begins, sequences.begins_of_keys, sequences.longest, sequences.most_keys,
+        q, k, v, sequences.begins, sequences.key_starts, sequences.longest, sequences.most_keys,
         scale=scores.scale, window_size=_window(scores), **extra,
     )  # fmt: skip
     return mixed

@@ -86,7 +86,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return result
 
 
-def gains(x: Tensor) -> bool:
+def is_faster(x: Tensor) -> bool:
     """Whether the functions above are faster, or need less memory, than separate operations for hidden states (..., H).
     True on a CPU, except for a few rows without gradients, as in generation.
     """

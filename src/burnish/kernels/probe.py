@@ -74,7 +74,7 @@ def shares_prefixes(model: nn.Module) -> bool:
             shared, first, second = (
                 random_tokens(model, n, seed) for seed, n in enumerate((_NEIGHBOUR, _LENGTH, _LENGTH))
             )
-            together = logits_of(torch.cat([shared, first, second], 1), **_two_from_one(shared.device))
+            together = logits_of(torch.cat([shared, first, second], 1), **_shared_prefix_batch(shared.device))
             for own, place in ((first, _NEIGHBOUR), (second, _NEIGHBOUR + _LENGTH)):
                 alone = logits_of(torch.cat([shared, own], 1))
                 beside = torch.cat([together[:, :_NEIGHBOUR], together[:, place : place + _LENGTH]], 1)
@@ -274,18 +274,18 @@ def _two_sequences(device: torch.device) -> dict[str, Any]:
     return {"position_ids": position_ids, "cu_seq_lens_q": begins, "cu_seq_lens_k": begins, **lengths}
 
 
-def _two_from_one(device: torch.device) -> dict[str, Any]:
+def _shared_prefix_batch(device: torch.device) -> dict[str, Any]:
     """A batch of two sequences with a shared prefix, without the ids (``data.batches.batching``)."""
     whole = _NEIGHBOUR + _LENGTH
     own = torch.arange(_NEIGHBOUR, whole)
     lengths, widths = (_NEIGHBOUR, _LENGTH, _LENGTH), (_NEIGHBOUR, whole, whole)
-    begins, begins_of_keys = (
+    begins, key_starts = (
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (lengths, widths)
     )
     shared = (0, _NEIGHBOUR)
     return {
         "position_ids": torch.cat([torch.arange(_NEIGHBOUR), own, own]).unsqueeze(0).to(device),
-        "cu_seq_lens_q": begins, "cu_seq_lens_k": begins_of_keys, "max_length_q": _LENGTH, "max_length_k": whole,
+        "cu_seq_lens_q": begins, "cu_seq_lens_k": key_starts, "max_length_q": _LENGTH, "max_length_k": whole,
         "key_runs": (shared, shared, (_NEIGHBOUR, _LENGTH), shared, (whole, _LENGTH)),
     }  # fmt: skip
 

@@ -19,13 +19,13 @@ Runs = tuple[tuple[int, int], ...]
 """(begin, length) of each run. Together they cover every token, and two runs are either equal or disjoint."""
 
 
-def laid_out(x: Tensor, runs: Runs) -> Tensor:
+def gather_runs(x: Tensor, runs: Runs) -> Tensor:
     """Concatenate the rows of all runs: (T, ...) -> (M, ...)"""
-    rows: Tensor = _LaidOut.apply(x, runs)  # type: ignore[no-untyped-call]
+    rows: Tensor = _GatherRuns.apply(x, runs)  # type: ignore[no-untyped-call]
     return rows
 
 
-class _LaidOut(torch.autograd.Function):
+class _GatherRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, runs: Runs) -> Tensor:
         ctx.runs, ctx.shape = runs, x.shape

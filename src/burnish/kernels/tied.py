@@ -96,11 +96,11 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_head: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor, None]:
         """Runs after the backward passes of all uses. Nothing else refers to the head's gradient, so it is changed in
         place.
         """
-        gradient = torch.zeros_like(ctx.like) if of_head is None else of_head
+        gradient = torch.zeros_like(ctx.like) if upstream is None else upstream
         for ids, rows in ctx.looked_up:
             gradient.index_add_(0, ids, rows)
         ctx.looked_up.clear()

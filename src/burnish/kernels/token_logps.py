@@ -162,7 +162,7 @@ class _LinearTokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor, of_entropy: Tensor, *__: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _: Tensor, grad_entropy: Tensor, *__: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.is_recomputed:
             slopes = ctx.saved_tensors[0] if ctx.saved_tensors else None
             of_hidden = None if slopes is None else slopes * upstream.unsqueeze(-1).to(slopes.dtype)
@@ -178,7 +178,7 @@ class _LinearTokenLogps(torch.autograd.Function):
             gradients = Gradients.zero(hidden, weight, bias, ctx.needs)
             for part, logits in _chunks(h, w, b):
                 if ctx.rules.entropy_gradient:
-                    _write_logit_gradients(logits, targets[part], upstream[part], of_entropy[part], ctx.rules.softcap)
+                    _write_logit_gradients(logits, targets[part], upstream[part], grad_entropy[part], ctx.rules.softcap)
                 else:  # d(-logp) / d(logits) times -upstream; the token's other values are not needed again
                     rules = TokenLoss(softcap=ctx.rules.softcap)
                     token_values(logits, targets[part], -upstream[part].float(), rules, True)
@@ -213,15 +213,16 @@ def _chunks(h: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, 
 
 
 def _write_logit_gradients(
-    logits: Tensor, targets: Tensor, of_logps: Tensor, of_entropy: Tensor, softcap: float | None
+    logits: Tensor, targets: Tensor, grad_logps: Tensor, grad_entropy: Tensor, softcap: float | None
 ) -> None:
-    """Overwrite logits (n, V) with the gradient of Σ of_logps · log p(target) + of_entropy · H:
-    of_logps (one_hot(target) - p) - of_entropy p (log p + H), times ``1 - (logit / softcap)²`` if logits are capped."""
+    """Overwrite logits (n, V) with the gradient of Σ grad_logps · log p(target) + grad_entropy · H:
+    grad_logps (one_hot(target) - p) - grad_entropy p (log p + H), times ``1 - (logit / softcap)²`` if logits are
+    capped."""
     capped = softcap * torch.tanh(logits.float() / softcap) if softcap else logits.float()
     logps = torch.log_softmax(capped, -1)
-    of_logps, of_entropy = of_logps.float().unsqueeze(-1), of_entropy.float().unsqueeze(-1)
-    slopes = -logps.exp() * (of_logps + of_entropy * (logps + _entropy(logps).unsqueeze(-1)))
-    slopes.scatter_add_(-1, targets.unsqueeze(-1), of_logps)
+    grad_logps, grad_entropy = grad_logps.float().unsqueeze(-1), grad_entropy.float().unsqueeze(-1)
+    slopes = -logps.exp() * (grad_logps + grad_entropy * (logps + _entropy(logps).unsqueeze(-1)))
+    slopes.scatter_add_(-1, targets.unsqueeze(-1), grad_logps)
     logits.copy_(slopes * (1 - (capped / softcap).square()) if softcap else slopes)
 
 

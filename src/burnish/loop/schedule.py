@@ -142,13 +142,13 @@ def warmup_steps_of(options: LRScheduleOptions, max_steps: int) -> int:
     return math.ceil(max_steps * (options.warmup_steps or options.warmup_ratio))
 
 
-def _never_peaks(options: LRScheduleOptions, max_steps: int) -> bool:
+def _never_reaches_peak(options: LRScheduleOptions, max_steps: int) -> bool:
     return warmup_steps_of(options, max_steps) >= max_steps > 0 and options.lr_scheduler_type != "constant"
 
 
 def check_schedule(options: LRScheduleOptions, max_steps: int) -> list[Problem]:
     """Return a problem if the warmup is longer than the run."""
-    if options.warmup_steps < 1 or not _never_peaks(options, max_steps):
+    if options.warmup_steps < 1 or not _never_reaches_peak(options, max_steps):
         return []
     what = (
         f"the learning rate would never reach its peak: {options.warmup_steps:g} warmup steps (warmup_steps) in a "
@@ -166,7 +166,7 @@ def schedule_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:
     as in a test run of one step, or the phases of ``warmup_stable_decay`` are longer than the run."""
     if options.lr_scheduler_type == "warmup_stable_decay" and (found := _phase_notes(options, max_steps)):
         return found
-    if options.warmup_steps >= 1 or not _never_peaks(options, max_steps):
+    if options.warmup_steps >= 1 or not _never_reaches_peak(options, max_steps):
         return []
     name = "warmup_steps" if options.warmup_steps else "warmup_ratio"
     return [

@@ -52,7 +52,7 @@ class StageObjective(Objective, Protocol):
     The class attributes declare its properties. The rest of the package reads them and knows no stage by name.
 
     Attributes:
-        records: kind of records: "answers", "pairs" (two responses), "verdicts" (a response with a label), "prompts"
+        records: kind of records: "answers", "pairs" (two responses), "unpaired" (a response with a label), "prompts"
             (no response needed), or its own kind, which formats declare with ``holds``.
         record_columns: further columns of a record that are stored in ``Example.extra``. "*": all columns.
         reads_images: whether rows may contain images.
@@ -176,7 +176,7 @@ OBJECTIVES: Registry[type[StageObjective]] = Registry("stage")
 def options_of(stage: str) -> set[str]:
     """Return the names of all options that a stage uses."""
     member = OBJECTIVES.get(stage)
-    known = (member.options, *member.traits.get("reads", ()))
+    known = (member.options, *member.metadata.get("reads", ()))
     return {name for each in known if each for name in ([each] if isinstance(each, str) else specs(each))}
 
 

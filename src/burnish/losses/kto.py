@@ -102,7 +102,7 @@ UNPAIRED_COLUMNS = {**StageObjective.row_columns, "tag": False}
 class KtoObjective(AnswersObjective):
     """Single responses with a label each (KTO)."""
 
-    records = "verdicts"
+    records = "unpaired"
     row_columns = UNPAIRED_COLUMNS
     separate_sequences = frozenset({"kl"})
     batch_keys = AnswersObjective.batch_keys | {"tag", "kl"}

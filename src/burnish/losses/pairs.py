@@ -135,7 +135,7 @@ class PairObjective(AnswersObjective):
             of_step["pairs_per_token"] = token_share(prepared, parallel)
         prepared = [{**batch, **of_step} for batch in prepared]
         if self.sorting_loss or (self.options.pref_bco_weight and module.training):
-            prepared = self._with_the_step(module, prepared, parallel)
+            prepared = self._with_step_values(module, prepared, parallel)
         if self.options.pref_bco_weight:
             baseline = self.baseline.value.to(parallel.device)
             prepared = [{**batch, "baseline": baseline} for batch in prepared]
@@ -153,7 +153,7 @@ class PairObjective(AnswersObjective):
             (prepared,) = self.prepare_step(module, [parallel.to_device(batch)], parallel)
             yield prepared if share is None else {**prepared, "pairs_per_token": share}
 
-    def _with_the_step(self, module: nn.Module, batches: list[Batch], parallel: Parallel) -> list[Batch]:
+    def _with_step_values(self, module: nn.Module, batches: list[Batch], parallel: Parallel) -> list[Batch]:
         """Compute the policy's log-probabilities of all pairs of the step without gradient, for ranks and BCO's
         baseline."""
         with scoring(module, parallel):

@@ -166,7 +166,7 @@ def check_preferences(options: PreferenceChoices) -> list[Problem]:
 
 def _trains_on_preferences(stage: str) -> bool:
     """Whether a stage learns from preferences: pairs, or labelled responses."""
-    return OBJECTIVES[stage].records in ("pairs", "verdicts")
+    return OBJECTIVES[stage].records in ("pairs", "unpaired")
 
 
 def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:

@@ -175,7 +175,7 @@ class RewardObjective(StageObjective):
         self.template = template
         self.head: nn.Module | None = None  # a ``RewardHead``, or a score layer of the model
         self.head_kind = ""  # registered name of a third-party head, as stored in its file
-        self.came_as_score = False  # set by the caller if the head comes from a sequence classifier
+        self.is_from_classifier = False  # set by the caller if the head comes from a sequence classifier
         self.collate: Collate = not_configured
         self.margins = Margins()
         self.only: Only = nullcontext

@@ -34,17 +34,17 @@ FindsFolder = Callable[[str, ModelOptions, str, Sequence[str]], Path | None]
 """Returns the folder of a model, by its name, the options of the hub, the name of the option, and file patterns."""
 
 
-def read_head(folders: Sequence[Path], takes_critic: bool = False) -> tuple[dict[str, Tensor], Path] | None:
+def read_head(folders: Sequence[Path], accepts_critic: bool = False) -> tuple[dict[str, Tensor], Path] | None:
     """The head in the last of ``folders`` that has one, and its file; None if none has one.
 
     Args:
         folders: folders of the model and its adapters.
-        takes_critic: also accept the value head of PPO.
+        accepts_critic: also accept the value head of PPO.
     """
     for folder in reversed(folders):
         for read in (_value_head, _old_value_head, _score):
             found = read(folder)
-            if found is not None and (takes_critic or CRITIC not in found[0]):
+            if found is not None and (accepts_critic or CRITIC not in found[0]):
                 weights, file = found
                 return {name: value for name, value in weights.items() if name != CRITIC}, file
     return None

@@ -214,7 +214,7 @@ class _BlockAdam(Optimizer):
     def _gradients_in(self) -> None:
         raise NotImplementedError
 
-    def _weights_out(self) -> None:
+    def _copy_weights_to_model(self) -> None:
         raise NotImplementedError
 
     def _start(self, per_group: Sequence[Sequence[Tensor]]) -> None:
@@ -233,7 +233,7 @@ class _BlockAdam(Optimizer):
             inner["lr"] = outer["lr"]
         self._gradients_in()
         self.inner.step()
-        self._weights_out()
+        self._copy_weights_to_model()
         self.updates += 1
         if self.updates == self.options.badam_switch_interval:
             self.updates = 0
@@ -260,7 +260,7 @@ class _BlockAdam(Optimizer):
         for index, tensor in enumerate(active):
             tensor.copy_(state["active"][index])
         self.inner.load_state_dict(dict(state["inner"]))
-        self._weights_out()
+        self._copy_weights_to_model()
 
 
 class _LayerAdam(_BlockAdam):
@@ -304,7 +304,7 @@ class _LayerAdam(_BlockAdam):
             if moved is not parameter:
                 moved.grad = None if parameter.grad is None else parameter.grad.float()
 
-    def _weights_out(self) -> None:
+    def _copy_weights_to_model(self) -> None:
         for parameter, moved in self._pairs:
             if moved is not parameter:
                 parameter.copy_(moved)
@@ -383,7 +383,7 @@ class _RatioAdam(_BlockAdam):
         for parameter, entries, moved in self._parts:
             moved.grad = None if parameter.grad is None else parameter.grad.flatten()[entries].float()
 
-    def _weights_out(self) -> None:
+    def _copy_weights_to_model(self) -> None:
         for parameter, entries, moved in self._parts:
             parameter.view(-1)[entries] = moved.to(parameter.dtype)
             moved.grad = None

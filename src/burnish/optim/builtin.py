@@ -43,7 +43,7 @@ class OptimOptions:
 
     optim: str = option(
         "adamw_torch_fused", "Optimizer, named as in transformers.", choices=OPTIMIZERS.names,
-        refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.traits],
+        refused=lambda: [member.name for member in OPTIMIZERS if "refused" in member.metadata],
     )  # fmt: skip
     optim_args: str | None = option(None, "Additional arguments of the optimizer: comma-separated name=value pairs.")
     learning_rate: float = option(
@@ -66,14 +66,14 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
     if options.optim not in OPTIMIZERS:
         return []  # reported already, with similar names
     member = OPTIMIZERS.choose(options.optim, options)
-    refused = member.traits.get("refused")
+    refused = member.metadata.get("refused")
     if refused:
         return [
             Problem(
                 f'burnish does not support "optim" {options.optim}: {refused[0]}.', remedy=refused[1], option="optim"
             )
         ]
-    selected = list(dict.fromkeys(m.traits.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
+    selected = list(dict.fromkeys(m.metadata.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
     if len(selected) > 1:
         return [
             Problem(f'"{selected[0]}" and "{selected[1]}" cannot be combined. Set one of them.', option=tuple(selected))
@@ -102,7 +102,9 @@ def optimizer_notes(options: OptimOptions) -> list[str]:
 def unused_option_notes(name: str, options: OptimOptions) -> list[str]:
     """Notes on changed fields of ``OptimOptions`` that the optimizer ``name`` does not use."""
     changed = changed_options(options)
-    return _no_effect(name, [field for field in OPTIMIZERS.get(name).traits.get("leaves_out", ()) if field in changed])
+    return _no_effect(
+        name, [field for field in OPTIMIZERS.get(name).metadata.get("leaves_out", ()) if field in changed]
+    )
 
 
 def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:
@@ -111,7 +113,7 @@ def _no_effect(optimizer: str, unread: Iterable[str]) -> list[str]:
 
 def missing_library(name: str) -> list[Problem]:
     """A problem if the library of the optimizer ``name`` is not installed."""
-    library = OPTIMIZERS.get(name).traits.get("library")
+    library = OPTIMIZERS.get(name).metadata.get("library")
     if library is None or find_spec(library) is not None:
         return []
     return list(MissingExtraError(library, f'"optim" {name}', EXTRA, option="optim").problems)
@@ -138,7 +140,9 @@ def create_optimizer(
         groups = split_by_rate(groups, learning_rates)
     member = OPTIMIZERS.choose(options.optim, options)
     try:
-        return member.value(groups, options, model) if "reads_model" in member.traits else member.value(groups, options)
+        return (
+            member.value(groups, options, model) if "reads_model" in member.metadata else member.value(groups, options)
+        )
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not (options.optim_args or isinstance(error, TypeError)):
             raise
@@ -205,7 +209,7 @@ class Turns:
 
 def keeps_load_precision(options: OptimOptions) -> bool:
     """Whether the optimizer keeps its own float32 copies."""
-    return bool(OPTIMIZERS.choose(options.optim, options).traits.get("keeps_load_precision"))
+    return bool(OPTIMIZERS.choose(options.optim, options).metadata.get("keeps_load_precision"))
 
 
 def planned_turns(sizes: Mapping[str, int], options: OptimOptions, max_steps: int, copies: bool) -> Turns | None:
@@ -217,7 +221,7 @@ def planned_turns(sizes: Mapping[str, int], options: OptimOptions, max_steps: in
         max_steps: number of steps of the run.
         copies: whether float32 copies are needed, because the weights have another dtype.
     """
-    plans = OPTIMIZERS.choose(options.optim, options).traits.get("turns")
+    plans = OPTIMIZERS.choose(options.optim, options).metadata.get("turns")
     return None if plans is None else plans(sizes, options, max_steps, copies)
 
 

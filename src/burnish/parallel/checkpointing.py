@@ -71,7 +71,7 @@ def checkpoint_activations(model: nn.Module, kwargs: dict[str, Any] | None) -> N
     # gradient, which frozen embeddings do not provide.
     arguments = {"use_reentrant": False, **(kwargs or {})}
     if arguments.pop("selective", False):
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_what_is_costly)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _save_costly_operations)
     model_arguments = {name: arguments.pop(name, usual) for name, usual in _BURNISH_ARGUMENTS.items()}
     if next(model.parameters()).device.type == "cpu":  # activations are in main memory already
         model_arguments["offload"] = False
@@ -96,7 +96,7 @@ _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm", 
 """Without baddbmm and products into an existing tensor (``aten::addmm.out``), because their results are overwritten."""
 
 
-def _keep_what_is_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_costly_operations(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Policy of ``selective``: keep the results of matrix products and attention, and recompute the rest."""
     name: str = operation.name()  # attention of torch, flash-attn, or the model
     is_costly = name in _MATRIX_PRODUCTS or "attention" in name or "attn" in name

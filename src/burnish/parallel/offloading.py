@@ -37,10 +37,10 @@ class Offloading:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Context for a forward pass."""
-        with torch.autograd.graph.saved_tensors_hooks(self._away, self._back):
+        with torch.autograd.graph.saved_tensors_hooks(self._to_storage, self._back):
             yield
 
-    def _away(self, tensor: Tensor) -> tuple[Tensor, torch.device | None, Any]:
+    def _to_storage(self, tensor: Tensor) -> tuple[Tensor, torch.device | None, Any]:
         """Move a tensor away. Returns (tensor to keep, its device or None if not moved, event of the copy)."""
         if tensor.nbytes < self.smallest or tuple(tensor.shape) in self._weights:
             return tensor, None, None

@@ -33,7 +33,7 @@ class OutputError(OSError):
     """
 
 
-def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n", blots: bool = True) -> None:
+def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n", masks_secrets: bool = True) -> None:
     """Write a line, or with another ``end`` a part of one.
 
     Args:
@@ -41,7 +41,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
         stream: output stream; None, if the parent process closed it, writes nothing.
         must: raise an error if the text cannot be written.
         end: text after it.
-        blots: mask secrets. A server disables it to show the key that it generated.
+        masks_secrets: mask secrets. A server disables this to show the key that it generated.
     Raises:
         BrokenPipeError: with ``must``, if the reader is gone.
         OutputError: with ``must``, if the text cannot be written for another reason.
@@ -49,7 +49,7 @@ def say(text: str, stream: TextIO | None, *, must: bool = False, end: str = "\n"
     if stream is None or stream.closed:
         return
     try:
-        print(encodable(without_secrets(text) if blots else text, stream), end=end, file=stream, flush=True)
+        print(encodable(without_secrets(text) if masks_secrets else text, stream), end=end, file=stream, flush=True)
     except OSError as error:
         redirect_to_null(stream)
         if must and isinstance(error, BrokenPipeError):

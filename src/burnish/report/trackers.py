@@ -128,7 +128,7 @@ def _problems_of(name: str) -> list[Problem]:
 
 
 def _needs_of(name: str) -> Requirements:
-    needs: Requirements = TRACKERS.get(name).traits.get("needs", Requirements())
+    needs: Requirements = TRACKERS.get(name).metadata.get("needs", Requirements())
     return needs
 
 

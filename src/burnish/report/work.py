@@ -37,7 +37,7 @@ class WorkLine:
 
     def begin(self, what: str, total: int | None, unit: str) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
-        self._began_s, self._is_over = self._clock(), threading.Event()
+        self._start_s, self._is_over = self._clock(), threading.Event()
         if console.is_main_process() and not console.is_live():  # training shows evaluations in its own live line
             self._thread = threading.Thread(target=self._show, name="burnish-work", daemon=True)
             self._thread.start()
@@ -67,7 +67,7 @@ class WorkLine:
         return f"{self.what}: {', '.join(self.words())}"
 
     def words(self) -> Iterator[str]:
-        elapsed_s = self._clock() - self._began_s
+        elapsed_s = self._clock() - self._start_s
         if self.total is None:
             yield f"{short_time(elapsed_s)} so far"
             return

@@ -30,14 +30,14 @@ class Advantages:
     Args:
         values: (C,) float64; 0 for a completion without a score.
         rewards: (C,) float64, the weighted sum r; NaN for a completion without a score.
-        has_spread: (P,) bool, whether the rewards of a group differ. Other groups are not trained on.
+        has_variance: (P,) bool, whether the rewards of a group differ. Other groups are not trained on.
         groups: (C,) group of each completion, in [0, P).
         metrics: values for the log: ``reward``, ``reward_std``, ``frac_reward_zero_std``.
     """
 
     values: Tensor
     rewards: Tensor
-    has_spread: Tensor
+    has_variance: Tensor
     groups: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -73,14 +73,14 @@ def advantages(
         values = _standardize(torch.where(is_scored, z, torch.nan))
     else:
         values = _scale(r, groups, options.scale_rewards)
-    has_spread = _has_different_values(used, groups)
+    has_variance = _has_different_values(used, groups)
     deviation = _deviation(r[is_scored])
     metrics = {
         "reward": float(r[is_scored].mean()) if is_scored.any() else float("nan"),
         "reward_std": float(deviation),
-        "frac_reward_zero_std": float((~has_spread).double().mean()) if len(has_spread) else 0.0,
+        "frac_reward_zero_std": float((~has_variance).double().mean()) if len(has_variance) else 0.0,
     }
-    return Advantages(values.nan_to_num(0.0), r, has_spread, groups, metrics)
+    return Advantages(values.nan_to_num(0.0), r, has_variance, groups, metrics)
 
 
 def _penalize(r: Tensor, penalties: Tensor | None, options: RolloutOptions) -> Tensor:

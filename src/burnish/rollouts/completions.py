@@ -116,7 +116,7 @@ class SlotSource(CompletionSource):
         from burnish.inference.slots import SlotLimits
 
         self.model, self.precision, self.merging, self.packing = model, precision, merging, packing
-        self.limits = SlotLimits(num_slots, context, exact=exact, worth_waiting=_MIN_TOKENS_WORTH_WAITING)
+        self.limits = SlotLimits(num_slots, context, exact=exact, min_shared_tokens=_MIN_TOKENS_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
 
     def complete(

@@ -140,7 +140,7 @@ class RolloutNotesCallback(TrainerCallback):
     def __init__(self, options: RolloutOptions, has_advantages: bool = True) -> None:
         self.options, self.has_advantages = options, has_advantages
         self._reported: set[str] = set()
-        self._alike = self._below = 0
+        self._num_zero_variance = self._below = 0
         self._first: dict[str, float] = {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -164,7 +164,7 @@ class RolloutNotesCallback(TrainerCallback):
                 "instead."
             )
         if "reward" in logs:
-            self._alike = self._alike + 1 if zero_std == 1 else 0
+            self._num_zero_variance = self._num_zero_variance + 1 if zero_std == 1 else 0
             self._below = self._below + 1 if logs["reward"] < self._first.get("reward", 0.0) else 0
             found |= self._of_rewards(logs)
         if logs.get("grad_norm") == 0 and zero_std == 1 and logs.get("reward_std", 0.0) > 0:
@@ -194,7 +194,7 @@ class RolloutNotesCallback(TrainerCallback):
     def _of_rewards(self, logs: Mapping[str, float]) -> dict[str, str]:
         """Return the notes on a sequence of logs with rewards. Only the first log of a generation has them."""
         found: dict[str, str] = {}
-        if self._alike >= _ZERO_VARIANCE_LOGS:
+        if self._num_zero_variance >= _ZERO_VARIANCE_LOGS:
             means = ", ".join(f"{name} {value:.2f}" for name, value in logs.items() if name.endswith("/mean"))
             found["alike"] = (
                 f"In the last {_ZERO_VARIANCE_LOGS} logs, all completions of each prompt had the same reward, so "

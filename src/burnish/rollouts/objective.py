@@ -221,7 +221,7 @@ class RolloutObjective(PromptObjective):
             values.view(len(samples), -1), weights, groups, self.choices, self.leaves_one_out,
             self._penalties(samples),
         )  # fmt: skip
-        spread = found.has_spread[found.groups].tolist()
+        spread = found.has_variance[found.groups].tolist()
         for sample, advantage, is_compared in zip(samples, found.values.tolist(), spread, strict=True):
             sample.advantage, sample.is_compared = advantage, is_compared
         return found.metrics | reward_metrics(samples, [function.name for function in self.functions])

@@ -17,7 +17,7 @@ from burnish.loop.loop import Loop, TrainOutput
 from burnish.rollouts.rewards.compute import RewardError
 from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.failure import newest_checkpoint_message
-from burnish.utils.collection import collect_as_usual
+from burnish.utils.collection import collect_garbage_as_usual
 
 
 class RunLoop(Loop):
@@ -40,7 +40,7 @@ class RunLoop(Loop):
             UserError: with the record of an image that cannot be decoded, or for rewards that cannot be computed; the
                 steps before are saved then.
         """
-        collect_as_usual()
+        collect_garbage_as_usual()
         try:
             output = super().train()
             if self._is_sft and self.meter.steps_here and not self.meter.run_steps:

@@ -170,7 +170,7 @@ def load_data(plan: Plan, stats: DataStats) -> DataSets:
         sets = load_datasets(
             of_data, options.seed, stats, may_stream(options), searches_hubs=not problems,
             needs=record_needs(options, plan.records_of),
-            looks_back=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
+            adds_kl_responses=OBJECTIVES[options.stage].mismatched_responses(options) == "set",
         )  # fmt: skip
     except UserError as error:
         raise UserError([*problems, *error.problems]) from error

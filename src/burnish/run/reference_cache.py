@@ -31,7 +31,12 @@ from burnish.utils.patching import patch_summary
 
 
 def fill(
-    rows: RowsWithReference, objective: Any, module: nn.Module, parallel: Parallel, size: int, anew: bool = False
+    rows: RowsWithReference,
+    objective: Any,
+    module: nn.Module,
+    parallel: Parallel,
+    size: int,
+    ignores_cache: bool = False,
 ) -> list[str]:
     """Fill in the reference log-probabilities of ``rows``. Returns notes for the user.
 
@@ -41,10 +46,10 @@ def fill(
         module: the policy, as prepared by the backend.
         parallel: processes and devices of the run.
         size: rows per batch.
-        anew: ignore the cache.
+        ignores_cache: ignore the cache.
     """
     folder = cache_home() / "reference" / key_of(rows, objective, module, parallel, size)
-    cached = None if anew else _read_cache(folder)
+    cached = None if ignores_cache else _read_cache(folder)
     if all(parallel.gather_objects(cached is not None)):
         rows.restore(cached or [])
         return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]

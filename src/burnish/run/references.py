@@ -133,7 +133,7 @@ def precompute(run: Loop, prepared: Prepared, options: RunOptions) -> list[str]:
     needed = [rows for rows in (*train_rows, *prepared.eval_rows.values()) if isinstance(rows, RowsWithReference)]
     size, notes = options.per_device_eval_batch_size, list[str]()
     for rows in needed:
-        notes += fill(rows, objective, run.model, run.parallel, size, anew=options.overwrite_cache)
+        notes += fill(rows, objective, run.model, run.parallel, size, ignores_cache=options.overwrite_cache)
     if isinstance(prepared.rows, RowsWithReference) and not isinstance(objective.reference, DisabledAdapter):
         objective.reference = None
     return notes

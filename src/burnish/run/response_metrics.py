@@ -92,7 +92,7 @@ def computes_metrics(options: MetricChoices) -> bool:
 
 
 def _missing_libraries(member: Member[AnswerMetric]) -> list[str]:
-    return [library for library in member.traits.get("libraries", ()) if not find_spec(library)]
+    return [library for library in member.metadata.get("libraries", ()) if not find_spec(library)]
 
 
 def compute_metrics(predictions: Sequence[str], labels: Sequence[str], options: MetricChoices) -> dict[str, float]:

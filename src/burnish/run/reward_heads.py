@@ -53,8 +53,8 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
         objective.head.take(weights)
         objective.head_kind = kind[0]
         return [f"The reward head was loaded from {file} ({kind[0]})."]
-    objective.came_as_score = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
-    if objective.came_as_score and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
+    objective.is_from_classifier = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
+    if objective.is_from_classifier and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
         objective.head.summary.register_parameter("bias", None)  # it is saved as a classifier, which has no bias
     objective.head.take(weights)
     _refuse_classifier(objective, options, parallel)
@@ -64,7 +64,7 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
 def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
     """Load the value head saved with the policy (from stage rm or an earlier PPO run), or keep the new one."""
     assert objective.value_head is not None
-    saved = read_head(head_folders(options), takes_critic=True)
+    saved = read_head(head_folders(options), accepts_critic=True)
     if saved is None or kind_of_head(saved[1]):
         return ["The value head is newly initialized: random weights, bias 0."]
     objective.value_head.take(saved[0])
@@ -80,7 +80,9 @@ def _refuse_classifier(objective: RewardObjective, options: RunOptions, parallel
 def saved_head(objective: RewardObjective) -> str:
     """Return the format in which the head is saved: value_head, score, or the name of a custom head."""
     return (
-        objective.options.reward_head or objective.head_kind or ("score" if objective.came_as_score else "value_head")
+        objective.options.reward_head
+        or objective.head_kind
+        or ("score" if objective.is_from_classifier else "value_head")
     )
 
 

@@ -92,13 +92,13 @@ class ProcessMethods(ABC):
         return self._runs_first(self.is_local_main_process)
 
     @contextmanager
-    def _runs_first(self, goes_first: bool) -> Iterator[None]:
-        if not goes_first:
+    def _runs_first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.wait_for_everyone()
         try:
             yield
         finally:
-            if goes_first:
+            if is_first:
                 self.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

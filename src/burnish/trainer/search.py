@@ -73,7 +73,7 @@ class Search:
         """
         import optuna
 
-        def judged(trial: Any) -> Any:
+        def run_trial(trial: Any) -> Any:
             self.objective = None
             train(trial)
             if self.objective is None:
@@ -84,7 +84,7 @@ class Search:
         limits = {name: kwargs.pop(name) for name in ("timeout", "n_jobs", "gc_after_trial") if name in kwargs}
         several = isinstance(direction, list)
         study = optuna.create_study(**({"directions": direction} if several else {"direction": direction}), **kwargs)
-        study.optimize(judged, n_trials=n_trials, **limits)
+        study.optimize(run_trial, n_trials=n_trials, **limits)
         if several:
             return [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
         best = study.best_trial

@@ -93,10 +93,10 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
                 output = attempt(folder, ignore_keys_for_eval)
         finally:
             self.is_in_train = False
-        self._write_at_the_end()
+        self._write_final_files()
         return output
 
-    def _write_at_the_end(self) -> None:
+    def _write_final_files(self) -> None:
         """Write files in addition to the trained model. Does nothing here; subclasses may write a model card."""
 
     def _begin(self, trial: Any) -> None:
@@ -280,7 +280,7 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report the objective of an evaluation to the search, which may prune the trial."""
         if self._search is not None and trial is not None:
-            self._search.report(trial, step, metrics, give_up=lambda: self._fire("on_train_end"))
+            self._search.report(trial, step, metrics, give_up=lambda: self._call_event("on_train_end"))
 
 
 # --- the loop of a Trainer --------------------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class TrainerLoop(Loop):
             if is_foreign(folder):
                 notes = load_foreign(folder, self, self.trainer.model, self.plan.steps_per_epoch, self.accumulation)
             else:
-                notes = compare_with_checkpoint(folder, self.checkpoints.fingerprints, despite=True)
+                notes = compare_with_checkpoint(folder, self.checkpoints.fingerprints, allows_changes=True)
                 there = {n: p for n, p in self.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
                 checkpoint.load(folder, there, self.parallel.rank)
             for note in [*notes, *training.differences(self.state, self.trainer.args)]:

@@ -11,8 +11,8 @@ _USUAL_THRESHOLDS = (700, 10, 10)
 _THRESHOLDS_AT_START = (100_000, 50, 100)
 
 
-def collect_seldom() -> None:
-    """Raise the thresholds of the garbage collector until ``collect_as_usual`` is called.
+def collect_garbage_rarely() -> None:
+    """Raise the thresholds of the garbage collector until ``collect_garbage_as_usual`` is called.
 
     Imports and encoding create about a million objects and few cycles. With Python's defaults, collections took 1.7 s
     of start-up and a third of encoding 20,000 records.
@@ -20,8 +20,8 @@ def collect_seldom() -> None:
     gc.set_threshold(*_THRESHOLDS_AT_START)
 
 
-def collect_as_usual() -> None:
-    """Restore Python's default thresholds of the garbage collector, if ``collect_seldom`` changed them.
+def collect_garbage_as_usual() -> None:
+    """Restore Python's default thresholds of the garbage collector, if ``collect_garbage_rarely`` changed them.
 
     A cycle that holds tensors, in a callback or a reward function for example, would keep their memory otherwise.
     """

@@ -21,7 +21,7 @@ INTERRUPTED = 128 + int(SIGINT)
 
 def exit_on_interrupt() -> None:
     """Make Ctrl-C end the process with one line from now on, until ``interruptible`` is called."""
-    if _is_ours_to_take(getsignal(SIGINT)):
+    if _is_replaceable(getsignal(SIGINT)):
         signal(SIGINT, _stop)
 
 
@@ -34,23 +34,23 @@ class exiting_on_interrupt:
         exit_on_interrupt()
 
     def __exit__(self, *error: object) -> None:
-        if _is_ours_to_take(self.before):
+        if _is_replaceable(self.before):
             signal(SIGINT, self.before)
 
 
 def interruptible() -> None:
     """Make Ctrl-C raise KeyboardInterrupt from now on, because there is something to clean up."""
-    if getsignal(SIGINT) is _stop and _is_ours_to_take(_stop):
+    if getsignal(SIGINT) is _stop and _is_replaceable(_stop):
         signal(SIGINT, default_int_handler)
 
 
 def exit_quietly(status: int) -> None:
     """Make Ctrl-C end the process with ``status`` from now on: the work is done, and Python only has to shut down."""
-    if _is_ours_to_take(getsignal(SIGINT)):
+    if _is_replaceable(getsignal(SIGINT)):
         signal(SIGINT, lambda number, frame: os._exit(status))
 
 
-def _is_ours_to_take(handler: object) -> bool:
+def _is_replaceable(handler: object) -> bool:
     """Whether ``handler`` is Python's default or the one of this module. Custom handlers and ignored signals are
     kept."""
     import threading

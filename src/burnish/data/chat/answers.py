@@ -132,8 +132,8 @@ class Renderer:
         else:
             pairs = zip(parts[1::2], parts[2::2], strict=True)
             spans = [
-                self._span(chat, tools, text, place, _text(prompt), _text(upto))
-                for place, (prompt, upto) in zip(answers, pairs, strict=True)
+                self._span(chat, tools, text, place, _text(prompt), _text(with_response))
+                for place, (prompt, with_response) in zip(answers, pairs, strict=True)
             ]
         return Rendered(chat, tools, text, answers, [self._with_end(text, *span) for span in spans])
 
@@ -163,7 +163,9 @@ class Renderer:
         rest, other_rest = one[len(before) :], other[len(before) :]
         return before, rest[len(rest) - common_end(rest, other_rest) :]
 
-    def _span(self, chat: Chat, tools: Tools, text: str, place: int, prompt: str, upto: str) -> tuple[int, int]:
+    def _span(
+        self, chat: Chat, tools: Tools, text: str, place: int, prompt: str, with_response: str
+    ) -> tuple[int, int]:
         """Return [start, end) of the response at ``place`` in ``text``.
 
         Args:
@@ -171,14 +173,14 @@ class Renderer:
             text: rendering of the whole conversation.
             place: index of the response in ``chat``.
             prompt: rendering up to the beginning of the response.
-            upto: rendering up to its end.
+            with_response: rendering up to its end.
         """
-        if text.startswith(upto) and upto.startswith(prompt):
-            return len(prompt), len(upto)
-        if text.startswith(prompt) and upto.endswith(self._end) and "tool_calls" not in chat[place]:
+        if text.startswith(with_response) and with_response.startswith(prompt):
+            return len(prompt), len(with_response)
+        if text.startswith(prompt) and with_response.endswith(self._end) and "tool_calls" not in chat[place]:
             # Only the response is rendered differently. To find its end, replace it by a letter other than its last
             # one: then the two texts share everything after the response, and nothing more.
-            last_letter = upto.removesuffix(self._end)[-1:]
+            last_letter = with_response.removesuffix(self._end)[-1:]
             exchanged = self.render(self._replace_message(chat, place, "y" if last_letter == "x" else "x"), tools)
             stop = len(text) - common_end(text, exchanged)
             if text.startswith(self._end, stop):

@@ -155,7 +155,7 @@ class PlainTemplate(ConversationEncoder):
             for example in examples:
                 yield self._label_tokens(example.extra) if "input_ids" in example.extra else next(seen)
             return
-        wholes, prompts = iter(self._wholes(chats)), iter(self._prompts(chats))
+        wholes, prompts = iter(self._tokenize_texts(chats)), iter(self._prompts(chats))
         for example in examples:
             if "input_ids" in example.extra:
                 yield self._label_tokens(example.extra)
@@ -164,7 +164,7 @@ class PlainTemplate(ConversationEncoder):
             begin = 0 if prompt is None else self._begin(prompt, ids, example, stats)
             yield self._single_turn(begin, ids, mask)
 
-    def _wholes(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
+    def _tokenize_texts(self, examples: Sequence[Example]) -> Iterator[tuple[Ids, Sequence[int] | None]]:
         """Yield the ids of conversations, and a mask of the assistant's tokens if only those are trained."""
         conversations = [_conversation(example) for example in examples]
         if not self.options.assistant_only:

@@ -79,7 +79,7 @@ class SlotFormat:
         self.spec = spec
         self.options = options
         self.tokenizer = tokenizer
-        self.thinks = options.enable_thinking
+        self.enable_thinking = options.enable_thinking
         self.forgets_thoughts = options.mask_history and not options.preserve_thinking
         self.read_special_tokens()
         self._between = spec.between_observations
@@ -167,14 +167,14 @@ class SlotFormat:
         messages = list(example.messages)
         last = len(messages) - 1
         for place in range(1, len(messages), 2) if self.spec.reasoning else ():
-            if self.thinks is False or (self.forgets_thoughts and place < last):
+            if self.enable_thinking is False or (self.forgets_thoughts and place < last):
                 text = self._thought.sub("", messages[place].text).lstrip("\n")
                 messages[place] = replace(messages[place], content=text)
         opening, first = self._opening(example, messages[0])
         written = [opening, first, *(self._slots(message, self._content(message)) for message in messages[1:])]
         for place in range(last if self.forgets_thoughts else 1, last + 1, 2) if self.spec.reasoning else ():
             if not any(word.strip() in messages[place].text for word in self.spec.thought_words):
-                if self.thinks:  # the empty reasoning block is trained
+                if self.enable_thinking:  # the empty reasoning block is trained
                     written[place + 1].insert(0, (self.spec.empty_thought,))
                 else:
                     written[place].append((self.spec.empty_thought,))

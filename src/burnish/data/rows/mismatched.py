@@ -30,7 +30,7 @@ class RowsWithMismatched(RowsOver):
     def __init__(self, rows: RowSet[Any], limit: int) -> None:
         super().__init__(rows)
         self.limit = limit
-        self._at_hand: dict[int, Row | None] = {}
+        self._recent_rows: dict[int, Row | None] = {}
 
     @overload
     def __getitem__(self, index: int | Key) -> Row | None: ...
@@ -54,16 +54,16 @@ class RowsWithMismatched(RowsOver):
             chosen: row indices of the whole step, over all ranks, in order.
         """
         self._fetch(chosen)
-        return keys_of(chosen, [row and answer_of(row) for row in map(self._at_hand.get, chosen)])
+        return keys_of(chosen, [row and answer_of(row) for row in map(self._recent_rows.get, chosen)])
 
     def _fetch(self, numbers: Sequence[int]) -> None:
-        missing = [number for number in dict.fromkeys(numbers) if number not in self._at_hand]
-        if len(self._at_hand) + len(missing) > _CACHE_SIZE:
-            self._at_hand = {number: self._at_hand[number] for number in numbers if number in self._at_hand}
-        self._at_hand.update(zip(missing, self.rows.__getitems__(missing), strict=True))
+        missing = [number for number in dict.fromkeys(numbers) if number not in self._recent_rows]
+        if len(self._recent_rows) + len(missing) > _CACHE_SIZE:
+            self._recent_rows = {number: self._recent_rows[number] for number in numbers if number in self._recent_rows}
+        self._recent_rows.update(zip(missing, self.rows.__getitems__(missing), strict=True))
 
     def _join_halves(self, number: int, other: int | None) -> Row | None:
-        row, beside = self._at_hand[number], None if other is None else self._at_hand[other]
+        row, beside = self._recent_rows[number], None if other is None else self._recent_rows[other]
         if row is None or beside is None:
             return row
         begin = _first_trained_position(row)

@@ -191,7 +191,7 @@ class StreamedExamples(Examples):
         order: (N, 2) int64, dataset index and row within it for each example.
         on_bad_record: what to do with records that break their format: "raise" or "drop".
         on_empty_target: what to do with records whose responses are all empty: "raise", "drop" or "keep".
-        looks_back: give each example the response of an earlier record with another text, as
+        adds_kl_responses: give each example the response of an earlier record with another text, as
             ``data.sets.preferences.with_other_answers`` does for examples in memory.
     """
 
@@ -199,10 +199,14 @@ class StreamedExamples(Examples):
 
     def __init__(
         self, sets: Sequence[ListedExamples | StreamedSet], order: ndarray[Any, Any], on_bad_record: str = "raise",
-        on_empty_target: str = "drop", looks_back: bool = False,
+        on_empty_target: str = "drop", adds_kl_responses: bool = False,
     ) -> None:  # fmt: skip
         self.sets, self.order = sets, order
-        self.on_bad_record, self.on_empty_target, self.looks_back = on_bad_record, on_empty_target, looks_back
+        self.on_bad_record, self.on_empty_target, self.adds_kl_responses = (
+            on_bad_record,
+            on_empty_target,
+            adds_kl_responses,
+        )
 
     def __len__(self) -> int:
         return len(self.order)
@@ -215,7 +219,7 @@ class StreamedExamples(Examples):
                 are dropped.
         """
         found = self._read(indices, stats)
-        if not self.looks_back:
+        if not self.adds_kl_responses:
             return found
         return [one and self._with_other(one, index) for one, index in zip(found, indices, strict=True)]
 
@@ -240,7 +244,7 @@ class StreamedExamples(Examples):
     def select(self, indices: Sequence[int]) -> StreamedExamples:
         """The examples at ``indices``, in that order."""
         chosen = self.order[indices]
-        return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.looks_back)
+        return StreamedExamples(self.sets, chosen, self.on_bad_record, self.on_empty_target, self.adds_kl_responses)
 
     def item(self, index: int) -> Example:
         """Return one example. Raises IndexError if its record gives none."""

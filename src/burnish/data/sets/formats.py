@@ -29,7 +29,7 @@ from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import NOT_AN_OBJECT, OBJECT_EXAMPLE, NotAnObject, Values
 from burnish.data.sets.images import refuse_audio, with_images
 from burnish.data.sets.preferences import with_preference
-from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_text, as_turns
+from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_messages, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import Example, Message
@@ -95,7 +95,7 @@ def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
 
     def find(values: Values) -> Mapping[str, str] | None:
         for column in ("messages", "conversations", "conversation"):
-            turns = as_turns(values.get(column))
+            turns = as_messages(values.get(column))
             if turns and role_key in turns[0]:
                 return {"messages": column}
         return None

@@ -68,14 +68,14 @@ def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
     if source.ranking or all(named.get(part) for part in _PAIR):
         return "pairs"
     if source.columns is not None:
-        return "verdicts" if named.get("kto_tag") else "answers" if _names_response(source) else "prompts"
+        return "unpaired" if named.get("kto_tag") else "answers" if _names_response(source) else "prompts"
     if any(set(_PAIR) <= values.keys() for values in records):
         return "pairs"
     if any(map(is_preference, records)):
-        return "verdicts"
-    known = [member.name for member in FORMATS if _is_of_record_kind(member.traits, ANSWERS)]
+        return "unpaired"
+    known = [member.name for member in FORMATS if _is_of_record_kind(member.metadata, ANSWERS)]
     has_response = any(
-        _matching_columns(FORMATS.get(name).traits, values, ANSWERS) for name in known for values in records
+        _matching_columns(FORMATS.get(name).metadata, values, ANSWERS) for name in known for values in records
     )
     return "answers" if has_response else "prompts"
 
@@ -90,7 +90,7 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
     if preferred:
         raise UserError(preference_problem(source.name, preferred, needs, is_explicit=True))
-    usual = next((member.name for member in FORMATS if _is_of_record_kind(member.traits, needs)), "alpaca")
+    usual = next((member.name for member in FORMATS if _is_of_record_kind(member.metadata, needs)), "alpaca")
     is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
     if source.columns is not None or is_default:
         layout = named_layout(source.formatting or usual, source.columns, source.tags)
@@ -101,23 +101,23 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     return _recognize_layout(records, where, source, needs)
 
 
-def _is_of_record_kind(traits: Mapping[str, Any], needs: RecordNeeds) -> bool:
+def _is_of_record_kind(metadata: Mapping[str, Any], needs: RecordNeeds) -> bool:
     """Return whether a format holds records of the required kind."""
-    return bool(traits.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
+    return bool(metadata.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
 
 
 def named_layout(
     name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None
 ) -> Layout:
     """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column."""
-    traits = FORMATS.get(name).traits
-    named = {part: column for part, column in (traits["columns"] if columns is None else columns).items() if column}
+    metadata = FORMATS.get(name).metadata
+    named = {part: column for part, column in (metadata["columns"] if columns is None else columns).items() if column}
     spoken = {tag: word for tag, word in (tags or {}).items() if word}
     parts = {part: column for part, column in named.items() if part not in MEDIA}
     media = tuple(column for part, column in named.items() if part in MEDIA)
-    required = frozenset(parts.keys() - traits.get("optional", {}).keys())
+    required = frozenset(parts.keys() - metadata.get("optional", {}).keys())
     images, videos = (named.get(f"{one}s") or named.get(one) or "" for one in ("image", "video"))
-    return Layout(name, parts, required, {**traits.get("tags", {}), **spoken}, media, images, videos)
+    return Layout(name, parts, required, {**metadata.get("tags", {}), **spoken}, media, images, videos)
 
 
 def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_explicit: bool) -> None:
@@ -134,9 +134,9 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
         UserError: with the columns that were found and those that were expected.
     """
     found = _columns_of(records)
-    traits = FORMATS.get(layout.format).traits
-    first = next(iter(traits["columns"]))
-    if first not in layout.columns and first not in traits.get("optional", {}):
+    metadata = FORMATS.get(layout.format).metadata
+    first = next(iter(metadata["columns"]))
+    if first not in layout.columns and first not in metadata.get("optional", {}):
         what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {list_columns(found)}.'
         column = _guess(first, [column for column in found if column not in layout.columns.values()])
         remedy = f'Add "{first}": "{column}" to "columns".' if column else ""
@@ -148,7 +148,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     if is_explicit:
         layout.awaited.update(layout.columns.values())
     # Columns that the format would read by default, but that are not in "columns".
-    known = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
+    known = {**metadata.get("optional", {}), **{column: column for column in MEDIA}}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is ignored because "columns" does not contain "{part}"'] = None
@@ -190,9 +190,9 @@ def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANS
 def _recognize_layout(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
     """Detect the layout from the first record of a known format, limited to the source's format if it names one."""
     for values in records:
-        known = (member for member in FORMATS if _is_of_record_kind(member.traits, needs))
+        known = (member for member in FORMATS if _is_of_record_kind(member.metadata, needs))
         claims = {
-            member.name: columns for member in known if (columns := _matching_columns(member.traits, values, needs))
+            member.name: columns for member in known if (columns := _matching_columns(member.metadata, values, needs))
         }
         if source.formatting is not None:
             claims = {name: columns for name, columns in claims.items() if name == source.formatting}
@@ -218,12 +218,12 @@ def _recognize_layout(records: Sequence[Values], where: str, source: DataSource,
     raise UserError(_unknown(where, records, source.is_described))
 
 
-def _matching_columns(traits: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
-    if "finds" in traits:
-        found: Mapping[str, str] | None = traits["finds"](values)
+def _matching_columns(metadata: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
+    if "finds" in metadata:
+        found: Mapping[str, str] | None = metadata["finds"](values)
         return found
-    optional = {*traits.get("optional", {}), *_optional_in(needs)}
-    needed = {part: column for part, column in traits["columns"].items() if part not in optional}
+    optional = {*metadata.get("optional", {}), *_optional_in(needs)}
+    needed = {part: column for part, column in metadata["columns"].items() if part not in optional}
     return needed if all(column in values for column in needed.values()) else None
 
 
@@ -232,9 +232,9 @@ def _with_optional(
     needs: RecordNeeds,
 ) -> Layout:  # fmt: skip
     """Return the layout with all optional columns, which any record may have, and a note about the detected format."""
-    traits, found = FORMATS.get(name).traits, _columns_of(records)
-    optional = {**traits.get("optional", {}), **{column: column for column in MEDIA}}
-    layout = named_layout(name, {**traits["columns"], **optional, **columns}, tags)
+    metadata, found = FORMATS.get(name).metadata, _columns_of(records)
+    optional = {**metadata.get("optional", {}), **{column: column for column in MEDIA}}
+    layout = named_layout(name, {**metadata["columns"], **optional, **columns}, tags)
     used = (*layout.columns.values(), *layout.media, *needs.columns)
     unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
     rest = f"; ignored columns: {list_columns(unused)}" if unused else ""
@@ -286,23 +286,23 @@ def _preference_layout(source: DataSource, records: Sequence[Values], where: str
     found = _columns_of(records)
     columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
     has_pairs, has_labels = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
-    if not has_pairs and not (needs.kind == "verdicts" and has_labels):
+    if not has_pairs and not (needs.kind == "unpaired" and has_labels):
         raise UserError(_no_preference(source, needs, has_labels, records[0]))
     if has_pairs:
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
     if source.columns is None:
-        optional = {"margin", *FORMATS.get(layout.format).traits.get("optional", {})}
+        optional = {"margin", *FORMATS.get(layout.format).metadata.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
         layout.notes[
             f"detected format {layout.format} ({list_columns(c for c in layout.columns.values() if c in found)})"
         ] = None
     _check(layout, records, where, needs, is_explicit=source.columns is not None)
     if "kto_tag" in layout.columns:
-        layout.verdicts = label_values(records, layout.columns["kto_tag"])
-        if layout.verdicts:
+        layout.boolean_of_label = label_values(records, layout.columns["kto_tag"])
+        if layout.boolean_of_label:
             layout.notes[
-                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_labels_in_words(layout.verdicts)}'
+                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_labels_in_words(layout.boolean_of_label)}'
             ] = None
     return layout
 
@@ -311,7 +311,7 @@ def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
     """Return the format of the columns other than responses and label."""
     first = records[0]
     for name in ("sharegpt", "openai"):
-        if FORMATS.get(name).traits["finds"](first):
+        if FORMATS.get(name).metadata["finds"](first):
             return source.formatting or name
     usual = "preference" if set(_PAIR) <= first.keys() else "prompt_completion"
     is_alpaca = "instruction" in first
@@ -325,16 +325,16 @@ def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
 
 def _preferred_columns(source: DataSource, records: Sequence[Values], found: Sequence[str]) -> dict[str, str]:
     """Return the columns of a dataset that names none: the default columns of its format that exist."""
-    traits = FORMATS.get(_preferred_format(source, records)).traits
-    own = traits["finds"](records[0]) if "finds" in traits else None
-    usual = {**traits["columns"], **traits.get("optional", {}), **(own or {})}
+    metadata = FORMATS.get(_preferred_format(source, records)).metadata
+    own = metadata["finds"](records[0]) if "finds" in metadata else None
+    usual = {**metadata["columns"], **metadata.get("optional", {}), **(own or {})}
     tag = next((column for column in _LABEL_COLUMNS if column in found), None)
     named = {**usual, **{part: part for part in (*_PAIR, "margin")}, **({"kto_tag": tag} if tag else {})}
     return {part: column for part, column in named.items() if column in found}
 
 
 def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, record: Values) -> Problem:
-    if needs.kind == "verdicts":
+    if needs.kind == "unpaired":
         return Problem(
             f'stage: kto requires a boolean label ("kto_tag") or "chosen" and "rejected". '
             f"Dataset {source.name} has neither.",
@@ -356,9 +356,11 @@ def _are_responses(value: list[Any]) -> bool:
     return len(value) > 1 and all(isinstance(response, str) for response in value)
 
 
-def _labels_in_words(verdicts: Mapping[Any, bool]) -> str:
+def _labels_in_words(boolean_of_label: Mapping[Any, bool]) -> str:
     """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
-    names = {value: next(word for word, meaning in verdicts.items() if meaning is value) for value in (True, False)}
+    names = {
+        value: next(word for word, meaning in boolean_of_label.items() if meaning is value) for value in (True, False)
+    }
     return f"{json.dumps(names[True])} is true, {json.dumps(names[False])} is false"
 
 

@@ -158,7 +158,7 @@ def _margin(record: Record) -> float | None:
 
 def _kto_label(record: Record) -> bool:
     value, column = record.value("kto_tag"), record.layout.columns["kto_tag"]
-    read = record.layout.verdicts.get(value) if isinstance(value, str | int | float) else None
+    read = record.layout.boolean_of_label.get(value) if isinstance(value, str | int | float) else None
     if isinstance(value, bool):
         return value
     if read is None:

@@ -58,7 +58,7 @@ class RecordNeeds:
     """What a stage requires of the records of a dataset; declared by its objective.
 
     Args:
-        kind: "answers"; "pairs" (two responses to compare); "verdicts" (a response with a label); "prompts" (the
+        kind: "answers"; "pairs" (two responses to compare); "unpaired" (a response with a label); "prompts" (the
             response is optional); "any" of these; or a custom kind: records of formats that are registered with
             ``holds=kind``.
         columns: further columns, stored in ``Example.extra``; ALL_COLUMNS for all columns of each record.
@@ -73,8 +73,8 @@ class RecordNeeds:
 
     @property
     def compares(self) -> bool:
-        """Whether records hold preferences: pairs or verdicts."""
-        return self.kind in ("pairs", "verdicts")
+        """Whether records hold preferences: pairs or single responses with labels."""
+        return self.kind in ("pairs", "unpaired")
 
 
 ANSWERS = RecordNeeds()
@@ -95,7 +95,7 @@ class Layout:
         awaited: optional columns named by the user that no record had so far.
         notes: notes on automatic choices, without duplicates, in order.
         dropped_parts: parts of the last record that were dropped; the caller counts and clears them.
-        verdicts: label value -> boolean, if labels are not JSON booleans.
+        boolean_of_label: label value -> boolean, if labels are not JSON booleans.
         needs: requirements of the stage.
         verbatim: pass messages to the chat template unchanged (``Message.raw``): with any role and further keys, and
             with the system message in its place.
@@ -112,7 +112,7 @@ class Layout:
     awaited: set[str] = field(default_factory=set)
     notes: dict[str, None] = field(default_factory=dict)
     dropped_parts: list[RecordReason] = field(default_factory=list)
-    verdicts: Mapping[Any, bool] = field(default_factory=dict)
+    boolean_of_label: Mapping[Any, bool] = field(default_factory=dict)
     needs: RecordNeeds = ANSWERS
     verbatim: bool = False
 
@@ -179,7 +179,7 @@ class Record:
         value = self.value(part)
         if self.layout.verbatim and isinstance(value, str | dict):
             return [value] if isinstance(value, dict) else None
-        return as_turns(value)
+        return as_messages(value)
 
     def turns(self, part: str) -> list[Mapping[str, Any]]:
         """Return the messages of a conversation as they are in the file. Raises BadRecord if the part is not one."""
@@ -220,7 +220,7 @@ def as_list(text: str) -> Any:
         return text
 
 
-def as_turns(value: Any) -> list[Mapping[str, Any]] | None:
+def as_messages(value: Any) -> list[Mapping[str, Any]] | None:
     """Return a list of messages, also if it is JSON text (as in CSV and Parquet files); None for other values."""
     value = as_list(value) if isinstance(value, str) else value
     return value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else None

@@ -69,7 +69,7 @@ class DataSets:
 @without_garbage_collection()
 def load_datasets(
     options: DataOptions, seed: int, stats: DataStats, may_stream: bool = False, searches_hubs: bool = True,
-    needs: RecordNeeds | None = None, looks_back: bool = True,
+    needs: RecordNeeds | None = None, adds_kl_responses: bool = True,
 ) -> DataSets:  # fmt: skip
     """Load the training and evaluation examples that the options name.
 
@@ -81,7 +81,7 @@ def load_datasets(
         searches_hubs: false skips datasets that are not on this machine, since an unreachable hub takes a minute to
             fail.
         needs: requirements of the stage. Default: single responses.
-        looks_back: give labelled training examples the response of an earlier record (KTO's KL term).
+        adds_kl_responses: give labelled training examples the response of an earlier record (KTO's KL term).
 
     Raises:
         UserError: with the problems of all datasets.
@@ -94,8 +94,8 @@ def load_datasets(
     others = loading.load_by_name("eval_dataset")
     raise_if(loading.problems)
 
-    looks_back = looks_back and needs.kind == "verdicts"
-    merge = partial(_stream_sets, looks_back=looks_back) if is_streamed else _merge
+    adds_kl_responses = adds_kl_responses and needs.kind == "unpaired"
+    merge = partial(_stream_sets, adds_kl_responses=adds_kl_responses) if is_streamed else _merge
     members = {} if is_streamed else train
     sets = DataSets(merge(list(train.values()), options, seed), notes=loading.notes, members={**others, **members})
     if options.val_size and train:
@@ -111,8 +111,8 @@ def load_datasets(
     on_empty_target = None if needs.kind in ("prompts", "any") else options.on_empty_target
     sets.train = sets.train.drop_unanswered(on_empty_target, stats)
     sets.eval = {name: examples.drop_unanswered(on_empty_target, stats) for name, examples in sets.eval.items()}
-    if needs.kind == "verdicts":
-        if looks_back and not is_streamed:
+    if needs.kind == "unpaired":
+        if adds_kl_responses and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
         sets.eval = {name: ListedExamples(with_other_answers(examples)) for name, examples in sets.eval.items()}
     return sets
@@ -136,14 +136,14 @@ def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -
 
 
 def _stream_sets(
-    sets: Sequence[ListedExamples | StreamedSet], options: DataOptions, seed: int, looks_back: bool
+    sets: Sequence[ListedExamples | StreamedSet], options: DataOptions, seed: int, adds_kl_responses: bool
 ) -> StreamedExamples:
     import numpy
 
     order = merged_order([len(examples) for examples in sets], options.mix_strategy, options.interleave_probs, seed)
     flat = numpy.fromiter(chain.from_iterable(order), dtype=numpy.int64)
     return StreamedExamples(
-        sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target, looks_back=looks_back
+        sets, flat.reshape(-1, 2), options.on_bad_record, options.on_empty_target, adds_kl_responses=adds_kl_responses
     )
 
 
@@ -208,7 +208,7 @@ class _Loading:
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, peeked, _name_in_errors(source)))
         self._add_notes(source, layout)
-        return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "verdicts" else examples)
+        return ListedExamples(self._with_kto_labels(examples, source) if self.needs.kind == "unpaired" else examples)
 
     @staticmethod
     def _objects(located: Sequence[Located]) -> list[Values]:
@@ -252,7 +252,7 @@ class _Loading:
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
         first = self._objects([found.locate(index) for index in range(min(NUM_DETECTION_RECORDS, len(found)))])
         layout = layout_of(source, first, _name_in_errors(source), self._needs(source))
-        if self.needs.kind == "verdicts" and "chosen" in layout.columns:  # a record becomes two examples
+        if self.needs.kind == "unpaired" and "chosen" in layout.columns:  # a record becomes two examples
             return self._examples(source)
         never = layout.awaited.difference(*(found.locate(index)[0] for index in range(min(SAMPLE_SIZE, len(found)))))
         layout.notes |= {f'none of the first {SAMPLE_SIZE:,} records has the column "{name}"': None for name in never}

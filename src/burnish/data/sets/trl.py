@@ -23,16 +23,16 @@ from burnish.data.stats import DataStats, keep_reason
 from burnish.loop.types import Example
 from burnish.utils.sequences import LazySequence
 
-Kind: TypeAlias = Literal["texts", "pairs", "verdicts", "scores"]
+Kind: TypeAlias = Literal["texts", "pairs", "unpaired", "scores"]
 IDS: Mapping[Kind, Sequence[str]] = {
     "texts": ("input_ids",),
     "pairs": ("prompt_ids", "chosen_ids", "rejected_ids"),
-    "verdicts": ("prompt_ids", "completion_ids", "label"),
+    "unpaired": ("prompt_ids", "completion_ids", "label"),
     "scores": ("chosen_ids", "rejected_ids"),
 }
 """Required columns of a dataset of token ids."""
 _COLUMNS_BESIDES_IDS: Mapping[Kind, Sequence[str]] = {
-    "texts": ("labels", "completion_mask", "assistant_masks"), "pairs": (), "verdicts": ("KL_completion_ids",),
+    "texts": ("labels", "completion_mask", "assistant_masks"), "pairs": (), "unpaired": ("KL_completion_ids",),
     "scores": ("margin",),
 }  # fmt: skip
 IDS_LAYOUT = "token ids"
@@ -63,9 +63,9 @@ def trl_layout(
         names = [name for name in (*IDS[kind], *_COLUMNS_BESIDES_IDS[kind]) if name in sample]
         return Layout(IDS_LAYOUT, {name: name for name in names}, verbatim=True)
     messages = next((name for name in _MESSAGES if has_turns(sample.get(name))), None)
-    if kind in ("pairs", "scores") or (kind == "verdicts" and {"chosen", "rejected"} <= sample.keys()):
+    if kind in ("pairs", "scores") or (kind == "unpaired" and {"chosen", "rejected"} <= sample.keys()):
         named, columns = "preference", {"chosen": "chosen", "rejected": "rejected"}
-    elif kind == "verdicts":
+    elif kind == "unpaired":
         named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion", "kto_tag": "label"}
     elif "prompt" in sample:
         named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion"}
@@ -81,14 +81,14 @@ def trl_layout(
     )
     return Layout(
         named, columns | optional, frozenset(columns), OPENAI_TAGS, images=images, videos=videos, reader=reader,
-        verdicts=_LABELS, verbatim=True,
+        boolean_of_label=_LABELS, verbatim=True,
     )  # fmt: skip
 
 
 _EXPECTED: Mapping[Kind, str] = {
     "texts": "`{text_field}` (`dataset_text_field`), `messages`, `prompt` and `completion`, or `input_ids`",
     "pairs": "chosen and rejected, and optionally prompt; use KTOTrainer for single responses with a label",
-    "verdicts": "prompt, completion and label, or chosen and rejected",
+    "unpaired": "prompt, completion and label, or chosen and rejected",
     "scores": "chosen and rejected, and optionally prompt",
 }
 
@@ -178,7 +178,7 @@ def examples_of(
             example = replace(example, extra={"chat_template_kwargs": own})
         examples[at] = _one_side(example, values)
         if not is_second[at]:
-            _count_oddities(example, stats)
+            _count_probable_mistakes(example, stats)
     if bad and on_bad_record != "drop":
         bad = _once_per_record(bad)
         bad.sort(key=lambda one: one[0].number)
@@ -213,7 +213,7 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
     return Example(extra=extra, tag=label, margin=extra.get("margin"), source=source, number=number)
 
 
-def _count_oddities(example: Example, stats: DataStats) -> None:
+def _count_probable_mistakes(example: Example, stats: DataStats) -> None:
     """Count probable mistakes that some template or model may still support."""
     for mark in marks_in(example):
         stats.add(MARK_IN_TEXT.format(mark=mark), example)

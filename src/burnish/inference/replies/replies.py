@@ -99,14 +99,14 @@ class Reply:
         self._since += len(ids)
         text = self._stops.feed(self._outputs.feed(ids))
         found = self._count_reasoning(self._parts.feed(text))
-        return [*found, *self.end()] if self._stops.has_come and not self.has_stopped else found
+        return [*found, *self.end()] if self._stops.is_found and not self.has_stopped else found
 
     def end(self) -> list[ReplyPiece]:
         """Return the text that was held back, after the last id."""
         if self.has_stopped:
             return []
-        text = "" if self._stops.has_come else self._stops.feed(self._outputs.end())
-        text += "" if self._stops.has_come else self._stops.end()
+        text = "" if self._stops.is_found else self._stops.feed(self._outputs.end())
+        text += "" if self._stops.is_found else self._stops.end()
         found = self._count_reasoning([*self._parts.feed(text), *self._parts.end()])
         self.has_stopped = True
         return found
@@ -185,7 +185,7 @@ class _Stops:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._pending = ""
-        self.has_come = False
+        self.is_found = False
 
     def feed(self, text: str) -> str:
         if not self._stop:
@@ -193,7 +193,7 @@ class _Stops:
         text = self._pending + text
         places = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
         if places:
-            self.has_come, self._pending = True, ""
+            self.is_found, self._pending = True, ""
             return text[: min(places)]
         end = len(text) - _may_begin(text, self._stop)
         self._pending = text[end:]
@@ -291,10 +291,10 @@ class _ReplySplitter:
 
     def _release(self, length: int) -> list[ReplyPiece]:
         text, self._text = self._text[:length], self._text[length:]
-        self._took_content(text)
+        self._received_content(text)
         return [ReplyPiece("content", text)] if text else []
 
-    def _took_content(self, text: str) -> None:
+    def _received_content(self, text: str) -> None:
         if text.strip():
             self._has_content, self._drops_blank = True, False
 
@@ -331,5 +331,5 @@ class _ReplySplitter:
         if calls and all(call.name in self.offered and isinstance(call.arguments, Mapping) for call in calls):
             yield from (ReplyPiece("call", call=call) for call in calls)
         elif text:
-            self._took_content(text)
+            self._received_content(text)
             yield ReplyPiece("content", text)

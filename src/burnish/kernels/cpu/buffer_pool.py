@@ -31,7 +31,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     count = prod(shape) * dtype.itemsize
     if device.type != "cpu" or count < _SMALLEST:
         return torch.empty(shape, dtype=dtype, device=device)
-    block = _take_block(-(-count // _HUGE_PAGE) * _HUGE_PAGE)
+    block = _map_block(-(-count // _HUGE_PAGE) * _HUGE_PAGE)
     array = np.frombuffer(block, dtype=np.uint8, count=count)
     weakref.finalize(array, _free_blocks.append, block).atexit = False  # torch keeps the array as long as its storage
     return torch.from_numpy(array).view(dtype).view(shape)
@@ -44,7 +44,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return empty(tuple(tensor.shape), dtype, tensor.device).copy_(tensor)
 
 
-def _take_block(size: int) -> mmap.mmap:
+def _map_block(size: int) -> mmap.mmap:
     """Take the smallest free block with at least ``size`` bytes. If all are too small, a new one replaces the largest.
     Sizes differ from step to step, and the pool should not exceed the number of blocks in use at once.
     """

@@ -38,14 +38,14 @@ calls."""
 Lengths = tuple[tuple[int, int], ...]
 """Number of tokens of each sequence, and of keys before the first of them."""
 
-Band = Callable[[int, int, int], Tensor]
+CreateMask = Callable[[int, int, int], Tensor]
 """(L, B, M - L) -> (L, M) additive mask, 0 or -inf, for the scores of L tokens with B keys before them."""
 
 
 def short_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, dropout: float, band: Band
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float, dropout: float, create_mask: CreateMask
 ) -> Tensor:
-    """Attention of each token to those of its own sequence that the band allows.
+    """Attention of each token to those of its own sequence that the mask allows.
 
     Args:
         query: (T, H, D).
@@ -54,12 +54,12 @@ def short_attention(
         lengths: lengths of the sequences.
         scale: factor of the product of query and key.
         dropout: probability with which an attention weight is zeroed.
-        band: creates the mask.
+        create_mask: creates the mask.
     Returns:
         (T, H, E)
     """
     bucketed = buckets_of(lengths, query.shape[1])
-    mixed: Tensor = _Short.apply(query, key, value, bucketed, scale, dropout, band)  # type: ignore[no-untyped-call]
+    mixed: Tensor = _Short.apply(query, key, value, bucketed, scale, dropout, create_mask)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -126,8 +126,8 @@ def buckets_of(lengths: Lengths, heads: int) -> Buckets:
     tokens = _layout([length for length, _ in lengths], shared, [(0, 0)] * len(shared), longest)
     if not any(before):
         return Buckets(tokens, tokens, before)
-    fronts = [(count, _round_up(count)) for count in before]
-    return Buckets(tokens, _layout([length for length, _ in lengths], shared, fronts, longest), before)
+    prefix_lengths = [(count, _round_up(count)) for count in before]
+    return Buckets(tokens, _layout([length for length, _ in lengths], shared, prefix_lengths, longest), before)
 
 
 def _bucket_by_length(lengths: Lengths, heads: int) -> list[list[int]]:
@@ -147,20 +147,27 @@ def _bucket_by_length(lengths: Lengths, heads: int) -> list[list[int]]:
 
 
 def _layout(
-    lengths: Sequence[int], buckets: list[list[int]], fronts: list[tuple[int, int]], longest: list[int]
+    lengths: Sequence[int], buckets: list[list[int]], prefix_lengths: list[tuple[int, int]], longest: list[int]
 ) -> BucketPlaces:
     """Assign a position to each token, or each key.
 
     Args:
         lengths: number of tokens of each sequence.
         buckets: sequences of each bucket.
-        fronts: per bucket, number of keys before the tokens of a sequence, and the same including padding.
+        prefix_lengths: per bucket, number of keys before the tokens of a sequence, and the same including padding.
         longest: per bucket, number of positions for the tokens after them.
     """
-    sizes = tuple((len(some), front[1] + most) for some, front, most in zip(buckets, fronts, longest, strict=True))
+    sizes = tuple(
+        (len(some), prefix_length[1] + most)
+        for some, prefix_length, most in zip(buckets, prefix_lengths, longest, strict=True)
+    )
     num_places = sum(count * length for count, length in sizes)
-    fronts_of = {sequence: front for some, front in zip(buckets, fronts, strict=True) for sequence in some}
-    num_rows = sum(fronts_of[sequence][0] + length for sequence, length in enumerate(lengths))
+    prefix_length_of = {
+        sequence: prefix_length
+        for some, prefix_length in zip(buckets, prefix_lengths, strict=True)
+        for sequence in some
+    }
+    num_rows = sum(prefix_length_of[sequence][0] + length for sequence, length in enumerate(lengths))
     if len(sizes) == 1 and num_places == num_rows:
         return BucketPlaces(sizes)
     begins, begin = [0] * len(lengths), 0
@@ -172,7 +179,7 @@ def _layout(
         [
             torch.arange(begin, begin + count)
             for sequence, length in enumerate(lengths)
-            for begin, count in _pieces(begins[sequence], length, *fronts_of[sequence])
+            for begin, count in _pieces(begins[sequence], length, *prefix_length_of[sequence])
         ]
     )
     tokens = torch.full((num_places,), num_rows)
@@ -198,7 +205,14 @@ def _round_up(length: int) -> int:
 class _Short(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, buckets: Buckets, scale: float, dropout: float, band: Band
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        buckets: Buckets,
+        scale: float,
+        dropout: float,
+        create_mask: CreateMask,
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         tokens, keys = buckets.tokens, buckets.keys
@@ -209,7 +223,7 @@ class _Short(torch.autograd.Function):
             length, width = q.shape[1], k.shape[1]
             q, k, v = _stack_heads(q, groups), _stack_heads(k), _stack_heads(v)
             scores = scaled_product(q, k.transpose(1, 2), scale)
-            scores.view(-1, length, width).add_(band(length, before, width - length))
+            scores.view(-1, length, width).add_(create_mask(length, before, width - length))
             weights = torch.softmax(scores, -1)
             used, is_used = torch.native_dropout(weights, dropout, True) if dropout else (weights, None)
             _fill(into, torch.bmm(used, v))

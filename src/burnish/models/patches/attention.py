@@ -30,7 +30,7 @@ from burnish.kernels.attention import (
     masked_attention,
 )
 from burnish.kernels.probe import isolates_sequences, unwrap_peft
-from burnish.kernels.shared_prefix import Runs, laid_out
+from burnish.kernels.shared_prefix import Runs, gather_runs
 from burnish.utils.patching import Reason, hook, restore
 
 NAME = "burnish"
@@ -131,7 +131,7 @@ def attend(
             sequences = Sequences.alone(cu_seq_lens_q, max_length_q)
         else:
             sequences = Sequences(cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k)
-            k, v = laid_out(k, key_runs), laid_out(v, key_runs)
+            k, v = gather_runs(k, key_runs), gather_runs(v, key_runs)
         return flat_attention(q, k, v, sequences, scores).unsqueeze(0), None
     if not scores.is_plain:
         mask = _causal(query, key) if attention_mask is None and is_causal else attention_mask

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from burnish.kernels.cpu.cast_linear import cast_linear
-from burnish.kernels.elementwise import ACTIVATIONS, apply_activation, gains, gate_product, rms_norm
+from burnish.kernels.elementwise import ACTIVATIONS, apply_activation, gate_product, is_faster, rms_norm
 from burnish.kernels.lora import LoraForward, computed_jointly, is_plain_lora_layer
 from burnish.kernels.probe import REFUSALS
 from burnish.models.patches.rotation import ROTATION, patch_rotations
@@ -131,7 +131,7 @@ def _offset_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _normalize(module: Any, x: Tensor, offset: float) -> Tensor:
-    if not gains(x):
+    if not is_faster(x):
         return type(module).forward(module, x)  # type: ignore[no-any-return]
     return rms_norm(x, module.weight, _eps(module), offset)  # type: ignore[arg-type]
 
@@ -173,7 +173,7 @@ class _Scaled(nn.Module):
 
 def _gated_kernel(activation: str) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
-        if not gains(x):
+        if not is_faster(x):
             return type(module).forward(module, x)  # type: ignore[no-any-return]
         with computed_jointly(module.gate_proj, module.up_proj):
             gate, up = module.gate_proj(x), module.up_proj(x)

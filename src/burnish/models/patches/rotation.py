@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.kernels.elementwise import apply_rotary, gains
+from burnish.kernels.elementwise import apply_rotary, is_faster
 from burnish.kernels.probe import REFUSALS
 from burnish.utils.patching import Patch, Reason, patch, python_modules
 
@@ -54,6 +54,6 @@ class _Rotation:
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, cos, sin))
-        if needs_gradient or not gains(q) or any(x.ndim != 3 or cos.shape != (len(x), x.shape[2]) for x in (q, k)):
+        if needs_gradient or not is_faster(q) or any(x.ndim != 3 or cos.shape != (len(x), x.shape[2]) for x in (q, k)):
             return self.plain(q, k, cos, sin)
         return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)

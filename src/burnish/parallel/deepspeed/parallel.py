@@ -94,7 +94,7 @@ class DeepSpeedParallel(MultiProcess):
         if self.stage in (1, 2) and getattr(self.runner.optimizer, "cpu_offload", False):
             self.offloaded = [(part, part.grad) for part in self.runner.optimizer.single_partition_of_fp32_groups]
         if self.stage in (1, 2) and getattr(self.runner.optimizer, "round_robin_gradients", False):
-            _link_as_laid(self.runner.optimizer)
+            _link_in_storage_order(self.runner.optimizer)
         return (_FromTuple(self.runner, model) if gives_loss else self.runner), optimizer
 
     @contextmanager
@@ -269,7 +269,7 @@ class _FromTuple(nn.Module):
         return Loss(*self.runner(batch))
 
 
-def _link_as_laid(zero: Any) -> None:
+def _link_in_storage_order(zero: Any) -> None:
     """Link each weight to its float32 slice again.
 
     With ``round_robin_gradients`` DeepSpeed 0.19.8 stores weights in another order than that of their group, but looks

@@ -53,11 +53,11 @@ class WeightShards:
         trains = {id(weight) for weight in self.engine.weights}
         weights: dict[str, Any] = named_tensors_without_duplicates(held.model)
         return {
-            name: self.engine.piece(weight) if id(weight) in trains else self._still(weight)
+            name: self.engine.piece(weight) if id(weight) in trains else self._of_frozen(weight)
             for name, weight in weights.items()
         }
 
-    def _still(self, weight: Any) -> Any:
+    def _of_frozen(self, weight: Any) -> Any:
         """A frozen weight or a buffer."""
         if not hasattr(weight, "ds_tensor"):
             return weight.detach()

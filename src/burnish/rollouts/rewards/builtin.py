@@ -203,9 +203,9 @@ class SoftOverlongPunishment:
         self.cache = _count(name, "soft_punish_cache", soft_punish_cache, least=0)
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        return [self._punishment(len(ids)) for ids in completion_ids]
+        return [self._length_penalty(len(ids)) for ids in completion_ids]
 
-    def _punishment(self, length: int) -> float:
+    def _length_penalty(self, length: int) -> float:
         over = length - (self.longest - self.cache)
         if over <= 0:
             return 0.0

@@ -388,7 +388,7 @@ def check_packed_columns(options: RunOptions) -> list[Problem]:
     """Check that rows to be packed have no columns other than those with a value per token."""
     objective = OBJECTIVES[options.stage]
     others = sorted(objective.row_columns.keys() - StageObjective.row_columns.keys())
-    has_own_check = objective.records in ("pairs", "verdicts", "prompts")
+    has_own_check = objective.records in ("pairs", "unpaired", "prompts")
     if has_own_check or not others or not packs_rows(options, objective.default_packing):
         return []
     what = f"The rows of stage: {options.stage} cannot be packed, because a pack has no {', '.join(others)}."

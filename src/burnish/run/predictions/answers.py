@@ -79,7 +79,7 @@ def answer_all(
     images = [list(question.images) for question in questions if question.images]
     key = key_of(model, requests, images)
     with FinishedResponses(partial, key) as finished, run.parallel.generating(run.model):
-        missing = [at for at in own if at not in finished.responses and has_room(run, questions[at], config)]
+        missing = [at for at in own if at not in finished.responses and fits_context(run, questions[at], config)]
         _generate(run, missing, requests, questions, options, finished, family if has_images else None)
     if likelihoods is not None and options.samples > 1:
         for of_rank in run.parallel.gather_objects(finished.log_probabilities):
@@ -95,7 +95,7 @@ def _requests(questions: Sequence[Question], config: Any, options: RunOptions) -
     ]
 
 
-def has_room(run: Loop, question: Question, config: Any) -> bool:
+def fits_context(run: Loop, question: Question, config: Any) -> bool:
     """Return whether a response may have at least one token, given its limit and the context length."""
     context = context_length(bare_model(run).config) or LONGEST
     return _limit(question, config) > 0 and len(question.prompt) < context

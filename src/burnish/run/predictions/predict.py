@@ -29,7 +29,7 @@ from burnish.run.plan.checks import may_stream
 from burnish.run.plan.files import record_needs
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import Plan
-from burnish.run.predictions.answers import answer_all, bare_model, has_room
+from burnish.run.predictions.answers import answer_all, bare_model, fits_context
 from burnish.run.predictions.files import stem_of, write_answers, write_scores
 from burnish.run.predictions.questions import questions_of, with_image_marks
 from burnish.run.prepare import Prepared
@@ -75,7 +75,7 @@ def _prompts_of(examples: Sequence[Example], kind: str) -> list[Example]:
     """
     if kind == "prompts":
         return [replace(e, prompt=e.text, text=None) if e.text is not None else e for e in examples]
-    if kind != "verdicts":
+    if kind != "unpaired":
         return [*examples]
     found: dict[tuple[str, int], Example] = {}
     for example in examples:
@@ -107,7 +107,7 @@ def predict(
     texts = [tokenizer.decode(ids, **decoding) for ids in answers]
     labels = [tokenizer.decode(question.label or [], **decoding) for question in questions]
     prefix = f"predict_{name}" if name else "predict"
-    full = [at for at, question in enumerate(questions) if not has_room(run, question, config)]
+    full = [at for at, question in enumerate(questions) if not fits_context(run, question, config)]
     if full:
         note(
             f"{len(full)} of {format_count(len(questions), 'prompt')} leave no room for a response within the model's "

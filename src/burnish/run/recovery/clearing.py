@@ -63,8 +63,8 @@ def files_of_run(folder: Path) -> list[Path]:
 def files_of_killed_run(folder: Path, patterns: Sequence[str] = ()) -> set[str]:
     """Names of the files in ``folder`` left by a process that was killed inside ``BackupOnOverwrite(folder, also)``."""
     names = {LOCK}
-    moving = folder / _BACKUP_FOLDER
-    if moving.is_dir() and not any(moving.iterdir()):  # killed before there was anything to move, or after the last
+    backup = folder / _BACKUP_FOLDER
+    if backup.is_dir() and not any(backup.iterdir()):  # killed before there was anything to move, or after the last
         names.add(_BACKUP_FOLDER)
     if (folder / EARLIER_RUN).is_dir():
         paths = [*files_of_run(folder), *(path for pattern in patterns for path in folder.glob(pattern))]
@@ -118,7 +118,7 @@ class BackupOnOverwrite(TrainerCallback):
 
     def __init__(self, folder: Path, also: Sequence[str] = ()) -> None:
         self.folder, self.aside, self.also = folder, folder / EARLIER_RUN, also
-        self.moving = folder / _BACKUP_FOLDER
+        self.backup = folder / _BACKUP_FOLDER
 
     def __enter__(self) -> BackupOnOverwrite:
         remove(self.folder / _DISCARDED_FOLDER)
@@ -126,13 +126,13 @@ class BackupOnOverwrite(TrainerCallback):
             self._discard()
         is_of_a_killed_run = self.aside.is_dir()
         if not is_of_a_killed_run:
-            self.moving.mkdir(exist_ok=True)
+            self.backup.mkdir(exist_ok=True)
         patterns = (path for name in self.also for path in self.folder.glob(name))
         for path in [*files_of_run(self.folder), *patterns]:
-            target = self.moving / path.name  # it exists if a process was killed while it moved files back
+            target = self.backup / path.name  # it exists if a process was killed while it moved files back
             remove(path) if is_of_a_killed_run or os.path.lexists(target) else path.rename(target)
         if not is_of_a_killed_run:
-            self.moving.rename(self.aside)
+            self.backup.rename(self.aside)
         return self
 
     def __exit__(
@@ -154,11 +154,11 @@ class BackupOnOverwrite(TrainerCallback):
 
     def move_back(self) -> None:
         """Move everything back and delete files that the failed run wrote under the same names."""
-        self.aside.rename(self.moving)
-        for path in sorted(self.moving.glob("*")):
+        self.aside.rename(self.backup)
+        for path in sorted(self.backup.glob("*")):
             remove(self.folder / path.name)
             path.rename(self.folder / path.name)
-        remove(self.moving)
+        remove(self.backup)
 
 
 def _has_checkpoint(folder: Path) -> bool:

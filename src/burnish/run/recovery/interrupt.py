@@ -53,20 +53,23 @@ class InterruptCallback(TrainerCallback):
     """Turns signals into requests to the loop.
 
     Args:
-        agree: returns whether any process has a request, given whether this one has. Processes receive a signal at
-            different times and must stop at the same step. Called at every step.
+        any_process: returns whether any process has a request, given whether this one has. Processes receive a
+            signal at different times and must stop at the same step. Called at every step.
         max_seconds: training time after which the run stops as if by a signal; None for no limit.
         leaves_handlers: do not replace signal handlers that were set by others.
     """
 
     def __init__(
-        self, agree: Callable[[bool], bool] = bool, max_seconds: float | None = None, leaves_handlers: bool = False
+        self,
+        any_process: Callable[[bool], bool] = bool,
+        max_seconds: float | None = None,
+        leaves_handlers: bool = False,
     ) -> None:
-        self.agree, self.leaves_handlers = agree, leaves_handlers
+        self.any_process, self.leaves_handlers = any_process, leaves_handlers
         self.max_seconds = max_seconds
-        self._began = 0.0
+        self._started_s = 0.0
         self._is_time_up = self._is_notified = False
-        self._news: list[str] = []  # printed at the end of the step, so that they are in the log too
+        self._messages: list[str] = []  # printed at the end of the step, so that they are in the log too
         self.received: signal.Signals | None = None
         self._is_training = False
         self._has_stopped = False
@@ -105,7 +108,7 @@ class InterruptCallback(TrainerCallback):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in KEEP_RUNNING:
             self._is_notified = True
-            self._news.append(KEEP_RUNNING[signal.Signals(number)])
+            self._messages.append(KEEP_RUNNING[signal.Signals(number)])
             return
         is_first, is_ctrl_c = self.received is None, number == signal.SIGINT
         if is_ctrl_c and not (is_first and self._is_training):
@@ -122,25 +125,25 @@ class InterruptCallback(TrainerCallback):
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._is_training, self._began = True, time.monotonic()
+        self._is_training, self._started_s = True, time.monotonic()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        while self._news:
-            note(self._news.pop(0).format(pid=os.getpid()))
+        while self._messages:
+            note(self._messages.pop(0).format(pid=os.getpid()))
         wants_to_stop = self._wants_to_stop()
-        if state.global_step >= state.max_steps or not self.agree(wants_to_stop or self._is_notified):
+        if state.global_step >= state.max_steps or not self.any_process(wants_to_stop or self._is_notified):
             return
         self._is_notified = False
-        if self.agree(wants_to_stop):
+        if self.any_process(wants_to_stop):
             self._stop(control)
         else:
             control.should_save = True
 
     def _wants_to_stop(self) -> bool:
-        is_over = self.max_seconds is not None and time.monotonic() - self._began >= self.max_seconds
+        is_over = self.max_seconds is not None and time.monotonic() - self._started_s >= self.max_seconds
         if is_over and not self._is_time_up:
             self._is_time_up = True
             _write_to_stderr(f"max_train_seconds {self.max_seconds:g}: stopping after this step, with a checkpoint.")
@@ -149,7 +152,7 @@ class InterruptCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop after an evaluation, without another step, if a signal came during it."""
         is_training = 0 < state.global_step < state.max_steps
-        if is_training and self.agree(self._wants_to_stop()):
+        if is_training and self.any_process(self._wants_to_stop()):
             self._stop(control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

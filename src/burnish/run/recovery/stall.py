@@ -29,15 +29,15 @@ class StallWatch(TrainerCallback):
         self.timeout_s = timeout_s
         self._file: TextIO | None = None
 
-    def _beat(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _record_progress(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=self._file or sys.stderr)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._file is None and FAILURE_FILE in os.environ:
             self._file = open(os.environ[FAILURE_FILE] + STALLED, "w", encoding="utf-8")  # noqa: SIM115 - for good
-        self._beat(args, state, control)
+        self._record_progress(args, state, control)
 
-    on_step_begin = on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _beat
+    on_step_begin = on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_save = _record_progress
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         faulthandler.cancel_dump_traceback_later()

@@ -26,7 +26,7 @@ from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
 from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key, with_adapters
-from burnish.utils.collection import collect_as_usual
+from burnish.utils.collection import collect_garbage_as_usual
 
 if TYPE_CHECKING:
     import socket
@@ -117,9 +117,9 @@ async def _serve(
         say(f"Loading {path_of(argv)[0] or 'the model'} ...", sys.stdout)
         loaded, engine, outputs = await in_thread(lambda: load_served(argv, options, state, loop))
         _create_service(loaded, engine, outputs, options, state)
-        collect_as_usual()
+        collect_garbage_as_usual()
         for line in opening_lines(loaded, engine, options, key, found):
-            say(line, sys.stdout, blots=False)
+            say(line, sys.stdout, masks_secrets=False)
         while engine.facts().is_alive or state.phase == "draining":
             await asyncio.sleep(1.0)
         state.phase = "failed"

@@ -53,7 +53,7 @@ class Prompter:
 
     def __init__(self, template: Template, images: ImageReader | None = None) -> None:
         self.template, self.images = template, images
-        self._under = lru_cache(maxsize=32)(self._with_variables)
+        self._template_with = lru_cache(maxsize=32)(self._with_variables)
 
     def ids(self, request: ChatRequest) -> list[int]:
         """Return the prompt ids of a request. Raises APIError: 400."""
@@ -65,7 +65,7 @@ class Prompter:
         Raises:
             APIError: 400.
         """
-        template = self._under(json.dumps(self._arguments(request), sort_keys=True))
+        template = self._template_with(json.dumps(self._arguments(request), sort_keys=True))
         try:
             row = dict(template.prompt_row(self.example(request)))
         except _RENDERING_ERRORS as error:
@@ -172,9 +172,9 @@ class Prompter:
         variables = dict(request.chat_template_kwargs)
         effort = request.reasoning_effort
         if effort is not None and (
-            self.thinks or effort not in NO_REASONING_EFFORTS
+            self.enables_thinking or effort not in NO_REASONING_EFFORTS
         ):  # "none" is valid for every template
-            if not self.thinks:
+            if not self.enables_thinking:
                 message = "The model's template does not support reasoning: remove reasoning_effort from the request."
                 raise APIError(400, "unsupported_parameter", message, param="reasoning_effort")
             variables.setdefault("enable_thinking", effort not in NO_REASONING_EFFORTS)
@@ -193,7 +193,7 @@ class Prompter:
             raise APIError(400, "invalid_type", f'"{path}" must be true, false or null.', param=path)
 
     @property
-    def thinks(self) -> bool:
+    def enables_thinking(self) -> bool:
         """Whether reasoning can be switched on or off."""
         return self.template.spec.reasoning if self.template.spec is not None else "enable_thinking" in self.reads
 

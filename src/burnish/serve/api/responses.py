@@ -231,7 +231,7 @@ class RequestAnswer:
         self.outputs, self.choices = outputs, choices
         self._changed = asyncio.Event()
         self._pending = deque(choices)
-        self._at_once = 1
+        self._max_in_progress = 1
         self._engine: InferenceEngine | None = None
         self.begun_s = time.monotonic()
         self.first_token_s: float | None = None
@@ -246,7 +246,7 @@ class RequestAnswer:
             APIError: 429 if too many requests are queued, 503 if the engine is closed, 400 for an invalid request.
         """
         slots = engine.facts().slots
-        self._engine, self._at_once = engine, max(1, slots if len(self.choices) < slots else slots - 1)
+        self._engine, self._max_in_progress = engine, max(1, slots if len(self.choices) < slots else slots - 1)
         try:
             self._submit_more(engine)
         except QueueFullError as error:
@@ -259,10 +259,10 @@ class RequestAnswer:
     def _submit_more(self, engine: InferenceEngine) -> None:
         """Submit pending choices. Raises QueueFullError or APIError."""
         in_progress = sum(choice.handle is not None and not choice.is_over for choice in self.choices)
-        while self._pending and in_progress < self._at_once:
+        while self._pending and in_progress < self._max_in_progress:
             choice = self._pending[0]
             try:
-                choice.handle = engine.submit(choice.ask, self.outputs.to(self._taker(choice)))
+                choice.handle = engine.submit(choice.ask, self.outputs.to(self._receiver(choice)))
             except Closed as error:
                 raise SHUTDOWN_ERROR from error
             except UserError as error:
@@ -270,17 +270,17 @@ class RequestAnswer:
             self._pending.popleft()
             in_progress += 1
 
-    def _go_on(self) -> None:
+    def _submit_or_retry(self) -> None:
         """Submit the next choices. If the queue is full, try again later."""
         assert self._engine is not None
         try:
             self._submit_more(self._engine)
         except QueueFullError:
-            asyncio.get_running_loop().call_later(_RETRY_S, self._go_on)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._submit_or_retry)
         except APIError as refusal:
             self.fail(refusal)
 
-    def _taker(self, choice: Choice) -> Callable[[StepOutput], None]:
+    def _receiver(self, choice: Choice) -> Callable[[StepOutput], None]:
         def take(made: StepOutput) -> None:
             was_over = choice.is_over
             choice.take(made)
@@ -289,7 +289,7 @@ class RequestAnswer:
             if choice.is_over and not was_over and made.reason is None:
                 self._cancel(choice)  # after a stop string or a first call, the engine need not continue
             if choice.is_over and self._pending:
-                self._go_on()
+                self._submit_or_retry()
             self._changed.set()
 
         return take

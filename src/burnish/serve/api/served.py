@@ -198,7 +198,7 @@ class ReplyReader:
     def _add(self, pieces: Sequence[ReplyPiece], delta: Delta) -> None:
         for piece in pieces:
             if piece.kind == "thought":
-                self._think(piece, delta)
+                self._add_reasoning(piece, delta)
                 continue
             if self._is_open:
                 delta.content += f"\n{self.form.thought_words[1]}\n\n"
@@ -209,7 +209,7 @@ class ReplyReader:
             else:
                 delta.content += piece.text
 
-    def _think(self, piece: ReplyPiece, delta: Delta) -> None:
+    def _add_reasoning(self, piece: ReplyPiece, delta: Delta) -> None:
         self.num_thought_tokens += piece.tokens
         if self.reasoning == "field":
             delta.reasoning += piece.text

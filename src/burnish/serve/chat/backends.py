@@ -56,14 +56,14 @@ class Request:
         messages: the conversation.
         settings: values for ``SETTINGS``; missing ones have the defaults of the model or server.
         tools: offered tools.
-        thinks: switch reasoning on or off; None for the template's default.
+        enable_thinking: switch reasoning on or off; None for the template's default.
         adapter: adapter name; "" for the model itself.
     """
 
     messages: Sequence[WireMessage]
     settings: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
-    thinks: bool | None = None
+    enable_thinking: bool | None = None
     adapter: str = ""
 
 
@@ -141,7 +141,7 @@ class LocalBackend:
         self.loaded, self.engine = loaded, engine
         self.name, self.adapters = loaded.name, tuple(loaded.adapters)
         self.prompter = Prompter(loaded.template, loaded.images)
-        self.has_reasoning: bool | None = self.prompter.thinks
+        self.has_reasoning: bool | None = self.prompter.enables_thinking
 
     def defaults(self) -> dict[str, Any]:
         sampling = self.loaded.defaults
@@ -193,7 +193,7 @@ class LocalBackend:
         from burnish.serve.api.requests import ChatRequest
         from burnish.serve.http.errors import APIError
 
-        arguments = {} if request.thinks is None else {"enable_thinking": request.thinks}
+        arguments = {} if request.enable_thinking is None else {"enable_thinking": request.enable_thinking}
         body = {
             "model": self.name, "messages": list(request.messages), "tools": list(request.tools),
             "chat_template_kwargs": arguments,
@@ -283,8 +283,8 @@ class ServerBackend:
         }  # fmt: skip
         if request.tools:
             body["tools"] = list(request.tools)
-        if request.thinks is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": request.thinks}
+        if request.enable_thinking is not None:
+            body["chat_template_kwargs"] = {"enable_thinking": request.enable_thinking}
         began, first, reason, tokens = time.monotonic(), 0.0, "", None
         calls: dict[int, dict[str, str]] = {}
         with closing(self.server.chunks("chat/completions", body)) as chunks:

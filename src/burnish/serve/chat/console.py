@@ -57,7 +57,7 @@ class Console:
     def say(self, text: str = "", color: str = "", end: str = "\n") -> None:
         say(self.colorize(visible(text), color), self.out, must=True, end=end)
 
-    def tell(self, text: str, color: str = "") -> None:
+    def print_wrapped(self, text: str, color: str = "") -> None:
         """Print text wrapped to the width of the terminal. Columns of tables are preserved."""
         self.say("\n".join(_wrapped_line(line) for line in text.splitlines()), color)
 

@@ -50,7 +50,7 @@ class ChatSession:
         self._from_start = set(self.settings)
         self.messages: list[WireMessage] = []
         self.system, self.adapter = system, ""
-        self.thinks: bool | None = None
+        self.enable_thinking: bool | None = None
         self.thoughts: Literal["show", "hide"] = "show"
         self.tools: list[Mapping[str, Any]] = []
         self.last: AnswerEnded | None = None
@@ -94,7 +94,7 @@ class ChatSession:
             else:
                 return self.say(line.strip("\n"))
         except UserError as error:
-            self.console.tell(str(error), "red")
+            self.console.print_wrapped(str(error), "red")
             return 1
         except KeyboardInterrupt:  # during a command, or after the last word of a response
             self.console.say("[stopped]", "yellow")
@@ -102,8 +102,8 @@ class ChatSession:
 
     def _command(self, name: str, rest: str) -> int:
         commands: dict[str, Callable[[str], int | None]] = {
-            "help": lambda _: self.console.tell(HELP), "system": self._system, "set": self._set,
-            "think": self._think, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
+            "help": lambda _: self.console.print_wrapped(HELP), "system": self._system, "set": self._set,
+            "think": self._set_thinking, "tools": self._tools, "answer": self._answer, "retry": lambda _: self._retry(),
             "undo": lambda _: self._undo(), "edit": lambda _: self._edit(), "adapter": self._adapter,
             "both": self._compare_adapters, "tokens": self._tokens, "prompt": lambda _: self._prompt(),
             "save": self._save, "load": self._load, "image": self._image,
@@ -153,7 +153,7 @@ class ChatSession:
         settings = dict(self.settings)
         if "seed" in settings:
             settings["seed"] += self._retries
-        request = Request([*first, *self.messages], settings, tuple(self.tools), self.thinks, self.adapter)
+        request = Request([*first, *self.messages], settings, tuple(self.tools), self.enable_thinking, self.adapter)
         return replace(request, **changes)
 
     def _print_response(self, request: Request) -> WireMessage | None:
@@ -215,7 +215,7 @@ class ChatSession:
         if ended is None:
             return True  # stopped
         if ended.error and ended.reason == "failed":
-            self.console.tell(ended.error, "red")
+            self.console.print_wrapped(ended.error, "red")
             return False
         parts = []
         if ended.tokens is not None:
@@ -226,7 +226,7 @@ class ChatSession:
             parts.append(f"{ended.left:,} tokens of context left")
         if ended.reason == "length":
             parts.append("truncated at max_new_tokens")
-        self.console.tell(", ".join(parts), "dim")
+        self.console.print_wrapped(", ".join(parts), "dim")
         return True
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -263,13 +263,13 @@ class ChatSession:
                 f"  {name:<20}{'not set' if value is None else value!s:<12} {who if value is not None else ''}"
             )
 
-    def _think(self, text: str) -> None:
+    def _set_thinking(self, text: str) -> None:
         if text not in ("on", "off", "hide"):
             raise UserError(f'/think requires on, off or hide. Received: "{text}".')
         if self.backend.has_reasoning is False and text != "hide":
             raise UserError("The template of this model has no reasoning that can be switched on or off.")
         # hide: the template's default, unless it can be switched on
-        self.thinks = text == "on" if text != "hide" else True if self.backend.has_reasoning else None
+        self.enable_thinking = text == "on" if text != "hide" else True if self.backend.has_reasoning else None
         self.thoughts = "hide" if text == "hide" else "show"
 
     def _tools(self, text: str) -> None:

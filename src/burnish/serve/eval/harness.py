@@ -82,7 +82,7 @@ class EngineModel:
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
         """(text,) -> log-probability of the text, computed in windows if it is longer than the context."""
-        return [self._rolling(request.args[0]) for request in requests]
+        return [self._rolling_log_likelihood(request.args[0]) for request in requests]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """(context, settings) -> generated text, up to one of the strings in ``until``."""
@@ -122,7 +122,7 @@ class EngineModel:
     def _score(self, logprobs: Sequence[Any]) -> tuple[float, bool]:
         return sum(one.logprob for one in logprobs), all(one.token == one.top[0][0] for one in logprobs)
 
-    def _rolling(self, text: str) -> float:
+    def _rolling_log_likelihood(self, text: str) -> float:
         ids, most, sum_, done = [*self._start(), *self._ids(text)], self.loop.limits.context, 0.0, 1
         while done < len(ids):
             end = min(len(ids), max(most, done + most // 2))

@@ -97,10 +97,10 @@ def _lines(key: str, answers: Sequence[ChoiceResult]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def accuracy(rights: Sequence[bool]) -> dict[str, float]:
+def accuracy(is_correct: Sequence[bool]) -> dict[str, float]:
     """Return the fraction of correct answers in percent, its standard error, and the count."""
-    number = len(rights)
-    share = sum(rights) / number
+    number = len(is_correct)
+    share = sum(is_correct) / number
     return {
         "accuracy": round(100 * share, 4),
         "accuracy_stderr": round(100 * math.sqrt(share * (1 - share) / max(1, number - 1)), 4),
@@ -111,17 +111,17 @@ def accuracy(rights: Sequence[bool]) -> dict[str, float]:
 def accuracies(subjects: Sequence[Subject], done: Mapping[str, Sequence[ChoiceResult]]) -> dict[str, Any]:
     """Return accuracies: over all questions, by category, averaged over subjects, and by subject."""
     right_of = {s.key: [one.is_right for one in done[s.key] if one.is_right is not None] for s in subjects}
-    right_of = {key: rights for key, rights in right_of.items() if rights}
+    right_of = {key: is_correct for key, is_correct in right_of.items() if is_correct}
     if not right_of:
         return {"num_questions": sum(len(done[s.key]) for s in subjects), "num_answered": 0}
     by_category: dict[str, list[bool]] = defaultdict(list)
     for subject in subjects:
         by_category[subject.category or "Other"] += right_of.get(subject.key, [])
-    found: dict[str, Any] = accuracy([right for rights in right_of.values() for right in rights])
+    found: dict[str, Any] = accuracy([right for is_correct in right_of.values() for right in is_correct])
     found["macro_accuracy"] = round(sum(100 * sum(r) / len(r) for r in right_of.values()) / len(right_of), 4)
     known = [c for c in CATEGORIES if by_category.get(c)] + [c for c in by_category if c not in CATEGORIES]
     found["categories"] = {category: accuracy(by_category[category]) for category in known if by_category[category]}
-    found["subjects"] = {key: accuracy(rights) for key, rights in sorted(right_of.items())}
+    found["subjects"] = {key: accuracy(is_correct) for key, is_correct in sorted(right_of.items())}
     return found
 
 
@@ -150,18 +150,18 @@ def comparison_table(
     The difference has a paired standard error (McNemar 1947): only questions that exactly one of both models answers
     correctly count.
     """
-    rights = [
+    is_correct = [
         [bool(one.is_right) for s in subjects for one in done[s.key] if one.is_right is not None] for done in each
     ]
-    if not rights[0]:
+    if not is_correct[0]:
         return []
     width = max(map(len, names))
     lines = [f"{'':{width}}  accuracy   difference"]
-    for name, own in zip(names, rights, strict=True):
+    for name, own in zip(names, is_correct, strict=True):
         number = len(own)
-        better = sum(a and not b for a, b in zip(own, rights[0], strict=True))
-        worse = sum(b and not a for a, b in zip(own, rights[0], strict=True))
+        better = sum(a and not b for a, b in zip(own, is_correct[0], strict=True))
+        worse = sum(b and not a for a, b in zip(own, is_correct[0], strict=True))
         error = 100 * math.sqrt(max(better + worse - (better - worse) ** 2 / number, 0)) / number
-        difference = "" if own is rights[0] else f"   {100 * (better - worse) / number:+.2f} ± {error:.2f}"
+        difference = "" if own is is_correct[0] else f"   {100 * (better - worse) / number:+.2f} ± {error:.2f}"
         lines.append(f"{name:{width}}  {100 * sum(own) / number:8.2f}{difference}")
     return lines

@@ -48,7 +48,7 @@ def fetch(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -
     address = global_address(host, port)
     until = time.monotonic() + timeout_s
     connection = _PinnedConnection(found.scheme, host, port, address, timeout_s)
-    clock = threading.Timer(timeout_s, connection.shut)
+    clock = threading.Timer(timeout_s, connection.abort)
     clock.start()
     try:
         path = found._replace(scheme="", netloc="", fragment="").geturl() or "/"
@@ -123,7 +123,7 @@ class _PinnedConnection(HTTPConnection):
             found = ssl.create_default_context().wrap_socket(found, server_hostname=self.host)
         self.sock = self.connected = found
 
-    def shut(self) -> None:
+    def abort(self) -> None:
         """Abort the request from another thread."""
         with suppress(OSError):
             if self.connected is not None:

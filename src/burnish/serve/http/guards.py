@@ -1,6 +1,6 @@
 """Checks of every request before a route receives it: Host, Origin, key, limits; and headers of every response.
 
-    app = Guard(routes, Rules(...), admit=bearer(key, open_paths), as_object=openai_error)
+    app = Guard(routes, Rules(...), authenticate=bearer(key, open_paths), as_object=openai_error)
 
 Cheap checks run first: number and size of headers, Host (against DNS rebinding), Origin (against cross-site
 requests), key, declared length of the body. The size of the body is then checked while it is read. A rejected body is
@@ -44,7 +44,7 @@ _DISCARD_BODY_STATUSES = frozenset({401, 404, 405, 413, 415, 503})
 MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 log = logging.getLogger("burnish.serve.http")
-Admit: TypeAlias = Callable[[Request], None]
+Authenticator: TypeAlias = Callable[[Request], None]
 """Raises APIError if a request is not authorized."""
 
 
@@ -91,10 +91,10 @@ def same_key(received: str, key: str) -> bool:
     return hmac.compare_digest(received.encode("utf-8", "replace"), key.encode("utf-8", "replace"))
 
 
-def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
+def bearer(key: str | None, open_paths: Collection[str]) -> Authenticator:
     """Require ``Authorization: Bearer KEY``, except on the open paths or if ``key`` is None."""
 
-    def admit(request: Request) -> None:
+    def authenticate(request: Request) -> None:
         if key is None or request.scope["path"] in open_paths:
             return
         challenge = {"WWW-Authenticate": "Bearer"}
@@ -107,7 +107,7 @@ def bearer(key: str | None, open_paths: Collection[str]) -> Admit:
         if scheme.lower() != "bearer" or not same_key(token.strip(), key):
             raise APIError(401, "invalid_api_key", "The API key is not valid.", headers=challenge)
 
-    return admit
+    return authenticate
 
 
 class Guard:
@@ -116,17 +116,17 @@ class Guard:
     Args:
         app: the routes.
         rules: conditions on requests.
-        admit: checks the key.
+        authenticate: checks the key.
         as_object: converts an error to the JSON format of this server.
         headers: added to every response.
         seen: called with path, status, seconds and request id after every request.
     """
 
     def __init__(
-        self, app: ASGIApp, rules: Rules, admit: Admit, as_object: Callable[[APIError], dict[str, Any]],
+        self, app: ASGIApp, rules: Rules, authenticate: Authenticator, as_object: Callable[[APIError], dict[str, Any]],
         headers: Mapping[str, str] | None = None, seen: Callable[[str, int, float, str], None] | None = None,
     ) -> None:  # fmt: skip
-        self.app, self.rules, self.admit, self.as_object, self.seen = app, rules, admit, as_object, seen
+        self.app, self.rules, self.authenticate, self.as_object, self.seen = app, rules, authenticate, as_object, seen
         self.headers = dict(headers or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,7 +165,7 @@ class Guard:
         if origin is not None:  # so that the page may read the response, including errors
             answer.headers |= {"access-control-allow-origin": origin, **_CORS}
         if request.method != "OPTIONS" or origin is None:  # browsers send no key with a preflight request
-            self.admit(request)
+            self.authenticate(request)
         length = single_header(request, "content-length")
         if length is not None and int(length) > self.rules.max_body_bytes:  # h11 has verified that it is a number
             raise _too_large(self.rules.max_body_bytes)

@@ -43,7 +43,7 @@ from burnish.serve.page.runs.follow import (
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
-from burnish.serve.page.runs.series import downsample, series, small_picture
+from burnish.serve.page.runs.series import downsample, series, small_line_chart
 from burnish.serve.page.site import Answer, Site
 
 _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
@@ -295,7 +295,7 @@ def _collect_messages(
             if is_followed or name == "gone":
                 messages.append((name, data))
             elif name == "run":
-                messages.append((name, {**data, "curve": small_picture(run.folder)}))
+                messages.append((name, {**data, "curve": small_line_chart(run.folder)}))
         now[run.id] = place
     return messages, cursor_text(now)
 

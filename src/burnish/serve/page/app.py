@@ -37,7 +37,7 @@ from burnish.serve.page.runs.predictions import prediction_files
 from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import ALIVE
-from burnish.serve.page.runs.series import picture, series, small_picture
+from burnish.serve.page.runs.series import line_chart, series, small_line_chart
 from burnish.serve.page.session import COOKIE, SESSION_LIFETIME_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
@@ -86,7 +86,9 @@ def application(site: Site, sessions: Sessions) -> ASGIApp:
         max_body_bytes=32 * 2**20,
     )  # fmt: skip
     pages = GZipMiddleware(Pages(site, sessions).router, minimum_size=1024)  # streams of events are left as they are
-    return with_and_without_prefix(options.web_root_path, Guard(pages, rules, sessions.admit, page_error, HEADERS))
+    return with_and_without_prefix(
+        options.web_root_path, Guard(pages, rules, sessions.authenticate, page_error, HEADERS)
+    )
 
 
 class Pages:
@@ -128,7 +130,7 @@ class Pages:
         found = await self.site.find_runs()
         shown = self.site.facts(found)
         trained = [run for run in found if run.kind == "train"][:60]
-        pictures = await asyncio.to_thread(lambda: {run.id: small_picture(run.folder) for run in trained})
+        pictures = await asyncio.to_thread(lambda: {run.id: small_line_chart(run.folder) for run in trained})
         return self._page(
             "runs", request, pictures=pictures, queue=self.site.starter.queued_jobs(),
             runs=[run for run in shown if run["kind"] == "train"],
@@ -142,7 +144,7 @@ class Pages:
         language = requested_language(request)
         return self._page(
             "run", request, run=self.site.facts([run])[0],
-            picture=picture(columns, 640, 160), columns=_summary(columns),
+            line_chart=line_chart(columns, 640, 160), columns=_summary(columns),
             has_completions=(run.folder / COMPLETIONS).is_file(), has_predictions=bool(prediction_files(run.folder)),
             warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip

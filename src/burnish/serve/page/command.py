@@ -18,7 +18,7 @@ from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
 from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
-from burnish.utils.collection import collect_as_usual
+from burnish.utils.collection import collect_garbage_as_usual
 
 _OWN = tuple(field.name for field in fields(WebOptions))
 
@@ -64,15 +64,15 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
     link = f"{address}/{page}" if key is None else f"{sign_in}#key={key}"
     shown = sign_in if options.web_key else link  # one that was made here is known from nowhere else
     for line in _lines(shown, site.places.first, key is None):
-        say(line, sys.stdout, blots=False)
+        say(line, sys.stdout, masks_secrets=False)
     if options.web_open:
-        webbrowser.open(home.leading_to(link))
+        webbrowser.open(home.redirecting_file(link))
 
     async def drain() -> None:
         await site.planner.stop()
         site.engines.end_all()
 
-    collect_as_usual()
+    collect_garbage_as_usual()
     return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))
 
 

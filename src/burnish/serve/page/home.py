@@ -57,7 +57,7 @@ class Home:
         self.write("key", key + "\n")
         return key
 
-    def leading_to(self, link: str) -> str:
+    def redirecting_file(self, link: str) -> str:
         """URI of a private HTML file that redirects to ``link``. Opening ``link`` directly would show the key in the
         browser's command line, which every user of the machine can read."""
         self.write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')

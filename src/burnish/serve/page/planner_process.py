@@ -157,7 +157,7 @@ def columns_of_file(path: Path) -> dict[str, Any]:
         known = "preference" if any(map(is_preference, first)) else ""
     return {
         "columns": [[name, [shorten_value(values[name]) for values in first if name in values]] for name in names],
-        "formats": [[one.name, list(one.traits["columns"] | one.traits.get("optional", {}))] for one in FORMATS],
+        "formats": [[one.name, list(one.metadata["columns"] | one.metadata.get("optional", {}))] for one in FORMATS],
         "known": known, "proposed": proposed_columns(names),
     }  # fmt: skip
 

@@ -27,40 +27,40 @@ class Sessions:
 
     def __init__(self, key: str | None) -> None:
         self.key = key
-        self._wrong: deque[float] = deque(maxlen=MAX_FAILED_ATTEMPTS)
+        self._failed_attempts: deque[float] = deque(maxlen=MAX_FAILED_ATTEMPTS)
 
-    def admit(self, request: Request) -> None:
+    def authenticate(self, request: Request) -> None:
         """Raises APIError if a request is not signed in."""
         path = request.scope["path"]
         is_open = self.key is None or path in _PUBLIC_PATHS or path.startswith("/static/")
-        if not is_open and not self.knows(request.cookies.get(COOKIE, "")):
+        if not is_open and not self.is_valid(request.cookies.get(COOKIE, "")):
             raise _sign_in(path, request.method)
 
     def new_cookie(self) -> str:
         """A new cookie value: expiry time and its signature."""
         ends = str(int(time.time()) + SESSION_LIFETIME_S)
-        return f"{ends}.{self._proof(ends)}"
+        return f"{ends}.{self._signature(ends)}"
 
-    def knows(self, value: str) -> bool:
+    def is_valid(self, value: str) -> bool:
         ends, _, proof = value.partition(".")
         if not (ends.isascii() and ends.isdigit()) or not hmac.compare_digest(
-            proof.encode(), self._proof(ends).encode()
+            proof.encode(), self._signature(ends).encode()
         ):
             return False
         return int(ends) > time.time()
 
-    def _proof(self, ends: str) -> str:
+    def _signature(self, ends: str) -> str:
         return hmac.new((self.key or "").encode(), f"session {ends}".encode(), hashlib.sha256).hexdigest()
 
     def check_key(self, key: str) -> None:
         """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
-        if len(self._wrong) == MAX_FAILED_ATTEMPTS and now - self._wrong[0] < 60:
+        if len(self._failed_attempts) == MAX_FAILED_ATTEMPTS and now - self._failed_attempts[0] < 60:
             raise APIError(
                 429, "too_many", "Too many failed sign-in attempts. Wait one minute.", headers={"Retry-After": "60"}
             )
         if self.key is not None and not same_key(key, self.key):
-            self._wrong.append(now)
+            self._failed_attempts.append(now)
             raise APIError(403, "wrong_key", "Invalid key.")
 
 

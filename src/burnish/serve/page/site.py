@@ -46,7 +46,7 @@ class Site:
         self._names: dict[Path, str] = {}
         self._known: KnownRuns = {}
         self._found_s = -FRESH_S
-        self._finding = asyncio.Lock()
+        self._discovery_lock = asyncio.Lock()
 
     async def form(self) -> dict[str, Any]:
         """The planner's description of all options; kept as long as the files that declare them are the same."""
@@ -61,7 +61,7 @@ class Site:
 
     async def find_runs(self, fresh_s: float = FRESH_S) -> list[FoundRun]:
         """The runs inside the roots, cached for a short time."""
-        async with self._finding:
+        async with self._discovery_lock:
             if time.monotonic() - self._found_s > fresh_s:
                 self._found = await asyncio.to_thread(find, self.places.roots, self._known)
                 self._found_s = time.monotonic()

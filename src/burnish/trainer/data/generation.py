@@ -95,13 +95,13 @@ def _requests_of_batch(batch: Mapping[str, Any], how: GenerationSettings) -> lis
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if set(batch) - _INPUTS or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return None
-    room = how.longest if how.longest is not None else (how.max_length or 0) - ids.shape[1]
+    limit = how.longest if how.longest is not None else (how.max_length or 0) - ids.shape[1]
     is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1:].all())
-    if room < 1 or not ids.numel() or not is_left:
+    if limit < 1 or not ids.numel() or not is_left:
         return None
     prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
     stops = frozenset(how.stops)
-    return [GenerationRequest(prompt, room, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
+    return [GenerationRequest(prompt, limit, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
 
 
 def _padded_outputs(prompts: Tensor, answers: Sequence[Finished], how: GenerationSettings) -> Tensor:

@@ -119,7 +119,7 @@ class TrainerBase:
             self.init_hf_repo()
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        self._fire("on_init_end")
+        self._call_event("on_init_end")
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = args.use_cache
         self._memory_tracker.stop_and_update_metrics()
@@ -190,7 +190,7 @@ class TrainerBase:
     def remove_callback(self, callback: Any) -> None:
         self.callback_handler.remove_callback(callback)
 
-    def _fire(self, event: str, **details: Any) -> None:
+    def _call_event(self, event: str, **details: Any) -> None:
         self.control = self.callback_handler.call_event(event, self.args, self.state, self.control, **details)
 
     def end(self) -> None:
@@ -240,7 +240,7 @@ class TrainerBase:
                 tokens = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._fire("on_log", logs=logs)
+        self._call_event("on_log", logs=logs)
 
     @property
     def hub_model_id(self) -> str | None:

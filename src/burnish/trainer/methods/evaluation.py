@@ -64,7 +64,7 @@ class EvaluationMethods(DataMethods):
         )
         metrics = cast("dict[str, float]", output.metrics)
         self.log(metrics)
-        self._fire("on_evaluate", metrics=metrics)
+        self._call_event("on_evaluate", metrics=metrics)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -75,7 +75,7 @@ class EvaluationMethods(DataMethods):
         self._memory_tracker.start()
         loader = self.get_test_dataloader(test_dataset)
         output = self._run_evaluation_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
-        self._fire("on_predict", metrics=output.metrics)
+        self._call_event("on_predict", metrics=output.metrics)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return PredictionOutput(predictions=output.predictions, label_ids=output.label_ids, metrics=output.metrics)
 
@@ -120,7 +120,7 @@ class EvaluationMethods(DataMethods):
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             gathered.add(num_items, loss, logits, labels, inputs, main_inputs, is_own, is_last)
-            self._fire("on_prediction_step")
+            self._call_event("on_prediction_step")
         return gathered.output(dataloader, metric_key_prefix)
 
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:

@@ -145,7 +145,7 @@ class FileMethods(OptimizerMethods):
             return None
         kwargs.setdefault("model_name", Path(self.args.output_dir).name)
         self.create_model_card(**kwargs)
-        self._fire("on_push_begin")
+        self._call_event("on_push_begin")
         self._hub.wait()
         return self._hub.upload(
             self.args.output_dir, commit_message, self.args, blocking=blocking, token=token, revision=revision,
@@ -154,7 +154,7 @@ class FileMethods(OptimizerMethods):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.process_index == 0 and self._hub.is_due(self.args):
-            self._fire("on_push_begin")
+            self._call_event("on_push_begin")
             message = f"Training in progress, step {self.state.global_step}"
             try:
                 self._hub.push_checkpoint(checkpoint_folder, message, self.args)
@@ -218,10 +218,10 @@ def write_configs(model: Any, folder: Path) -> None:
             config.save_pretrained(str(folder))
 
 
-def write_tokenizer_and_arguments(folder: Path, companion: Any, args: TrainingArguments) -> None:
+def write_tokenizer_and_arguments(folder: Path, tokenizer: Any, args: TrainingArguments) -> None:
     """Save tokenizer or processor, and the arguments as JSON."""
-    if hasattr(companion, "save_pretrained"):
-        companion.save_pretrained(str(folder))
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(str(folder))
     text = without_secrets(json.dumps(args.to_dict(), indent=2, default=str))
     (folder / ARGUMENTS_NAME).write_text(text + "\n", encoding="utf-8")
 

@@ -144,7 +144,7 @@ class TrlTrainer(Trainer):
         if not hasattr(self._saved_processing_class, "image_processor"):
             copy_companions(self.accelerator.unwrap_model(self.model).config, folder)
 
-    def _write_at_the_end(self) -> None:
+    def _write_final_files(self) -> None:
         """Write the model card, unless nothing is saved."""
         if self.args.save_strategy != "no":
             name = (self.args.hub_model_id or str(self.args.output_dir)).rstrip("/").rpartition("/")[-1]

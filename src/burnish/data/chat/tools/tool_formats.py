@@ -84,7 +84,7 @@ class ToolFormat:
         reader: parses calls in responses; None leaves them in the text.
         grammar: constrains a required call; None if calls cannot be required.
         names_arguments: ``calls`` prints arguments one by one, so arguments given as JSON text are parsed first.
-        keeps_spelling: ``tools`` prints ``tools_json``, the record's own JSON, also for an empty list.
+        keeps_json: ``tools`` prints ``tools_json``, the record's own JSON, also for an empty list.
     """
 
     tools: str
@@ -93,7 +93,7 @@ class ToolFormat:
     reader: CallReader | None = None
     grammar: CallGrammar | None = None
     names_arguments: bool = False
-    keeps_spelling: bool = False
+    keeps_json: bool = False
 
     def describe(self, tools: Sequence[Any], tools_json: str | None = None) -> str:
         """Return a list of tools as text.
@@ -126,7 +126,7 @@ def describe_tools(tools: str, tool_format: str) -> str:
         ToolError: if it is not a JSON list of tools, or a tool lacks a field that the format prints.
     """
     listed, row = read_tools(tools), TOOL_FORMATS[tool_format]
-    return row.describe(listed, tools) if listed or row.keeps_spelling else ""
+    return row.describe(listed, tools) if listed or row.keeps_json else ""
 
 
 @lru_cache
@@ -425,4 +425,4 @@ for _name, _row in _ROWS.items():
     TOOL_FORMATS.register(_name)(_row)
 TOOL_FORMATS.register(
     "phi4_mini", refused="it formats only the list of tools; the template uses the default format for tool calls"
-)(replace(_DEFAULT, tools="<|tool|>{{ tools_json | default(tools | tojson) }}<|/tool|>", keeps_spelling=True))
+)(replace(_DEFAULT, tools="<|tool|>{{ tools_json | default(tools | tojson) }}<|/tool|>", keeps_json=True))

@@ -70,7 +70,7 @@ def find_warnings(
     counts = [event.get("count", 1) for event in events if event.get("kind") == "skipped"]
     if skipped := sum(count for count in counts if isinstance(count, int)):
         yield RunWarning("warning_skipped", {"count": skipped})
-    zeros = _zeros_at_the_end(columns, "lr")
+    zeros = _trailing_zeros(columns, "lr")
     if len(zeros) >= ZERO_RATES and zeros[0] < total:
         yield RunWarning("warning_learning_rate_zero", {"step": zeros[-1]})
     if room is not None and room < 2:
@@ -95,7 +95,7 @@ def _points(columns: Columns, name: str) -> Points:
     return [(step, value) for step, value in pairs if step is not None and isinstance(value, int | float)]
 
 
-def _zeros_at_the_end(columns: Columns, name: str) -> list[int]:
+def _trailing_zeros(columns: Columns, name: str) -> list[int]:
     """The steps since which a value is 0, the last first. Only the end of a long log is used."""
     pairs = zip(reversed(columns["step"]), reversed(columns.get(name, [])), strict=False)
     numbers = ((step, value) for step, value in pairs if step is not None and isinstance(value, int | float))

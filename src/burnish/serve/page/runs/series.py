@@ -57,7 +57,7 @@ def _at(columns: Columns, name: str, index: int) -> Any:
     return columns[name][index] if name in columns else None
 
 
-def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
+def line_chart(columns: Columns, width: int = 120, height: int = 28) -> str:
     """The points of a sparkline of the loss for an SVG ``polyline``; "" with fewer than two points. Its height spans
     at least a quarter of the largest value, so that noise stays small."""
     values = [value for value in columns.get("loss", ()) if isinstance(value, int | float)]
@@ -73,12 +73,12 @@ def picture(columns: Columns, width: int = 120, height: int = 28) -> str:
     return " ".join(f"{i * across:.1f},{height - 2 - (value - low) * scale:.1f}" for i, value in enumerate(shown))
 
 
-def small_picture(folder: Path) -> str:
-    """``picture`` for a list of runs. Of a long log, only rows at some positions of the file are read."""
+def small_line_chart(folder: Path) -> str:
+    """``line_chart`` for a list of runs. Of a long log, only rows at some positions of the file are read."""
     path = folder / LOG
     size = path.stat().st_size if path.is_file() else 0
     if size <= _LONG_LOG_BYTES:
-        return picture(series(folder)[0])
+        return line_chart(series(folder)[0])
     rows: list[Mapping[str, Any]] = []
     with suppress(OSError), open_regular_file_inside(path) as file:
         for place in range(_PLACES):
@@ -86,4 +86,4 @@ def small_picture(folder: Path) -> str:
             lines = map(foreign_row, file.read(_LOOK_BYTES).split(b"\n")[1 if place else 0 : -1])
             rows += [row for row in lines if row is not None and "loss" in row][:1]
     rows += [row for row in tail_lines(path, _LOOK_BYTES) if "loss" in row][-1:]
-    return picture(columns_of(rows))
+    return line_chart(columns_of(rows))

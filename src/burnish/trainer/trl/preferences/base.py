@@ -72,7 +72,7 @@ from burnish.trainer.trl.sft.setup import (
 )
 from burnish.trainer.trl.vision import MEDIA, VisionCollator, family_for
 
-_SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "verdicts": ("", "kl"), "scores": ()}
+_SIDES: Mapping[Kind, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "unpaired": ("", "kl"), "scores": ()}
 """Responses of a row for which the reference is evaluated."""
 
 
@@ -115,7 +115,7 @@ class PreferenceTrainer(OverridableTrainer):
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
     _own_collators = (Padded, PaddedBySide)
-    _asks_for_the_loss_alone: ClassVar[bool] = False
+    _requests_loss_only: ClassVar[bool] = False
     """Whether an evaluation calls ``compute_loss`` without ``return_outputs`` if only the loss is needed."""
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
@@ -427,7 +427,7 @@ class PreferenceTrainer(OverridableTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            if prediction_loss_only and self._asks_for_the_loss_alone:
+            if prediction_loss_only and self._requests_loss_only:
                 return self.compute_loss(model, inputs).detach(), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:

@@ -22,7 +22,7 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
 @dataclass
 class Padded:
-    """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, verdicts or
+    """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, unpaired or
     scores."""
 
     row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -32,7 +32,7 @@ class Padded:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch of these rows."""
         encoded = [self.row_of(row) for row in rows]
-        if self.kind == "verdicts":
+        if self.kind == "unpaired":
             kl_columns = self._pad(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
             return {
                 **self._pad(encoded, [""]),
@@ -82,7 +82,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
 
     Args:
         batch: TRL's padded batch.
-        kind: pairs, verdicts or scores.
+        kind: pairs, unpaired or scores.
 
     Raises:
         ValueError: if a key is missing.
@@ -97,7 +97,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
                 f"Received: {', '.join(batch)}."
             )
         sequences = _sequences(batch, "")
-        if kind == "verdicts":
+        if kind == "unpaired":
             return _unpair(sequences, batch)
         sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
     margins, count = batch.get("margin"), len(sides[0])

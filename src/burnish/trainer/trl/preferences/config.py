@@ -65,7 +65,7 @@ class PreferenceConfig(TrlArguments):
         "generate_during_eval": "Use Seq2SeqTrainer, or burnish predict.",
         "padding_value": "Set tokenizer.pad_token.",
     }  # fmt: skip
-    led: ClassVar[Mapping[str, str]] = {}  # field -> burnish's option, if it has no such alias
+    option_of_field: ClassVar[Mapping[str, str]] = {}  # field -> burnish's option, if it has no such alias
 
     learning_rate: float = 1e-6
     disable_dropout: bool = option(True, "Disable dropout in preference training, including LoRA dropout.")
@@ -89,10 +89,10 @@ class PreferenceConfig(TrlArguments):
             UserError: with all problems.
         """
         known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_IGNORED_FIELDS}
-        today = {name: self.led.get(name, name) for name in self.__dataclass_fields__}
+        today = {name: self.option_of_field.get(name, name) for name in self.__dataclass_fields__}
         values = {name: self._option_value(word) for word, name in today.items() if name in known}
         built, problems = build(Choices, {name: RawValue(value) for name, value in values.items()})
-        raise_if(self.in_own_words([*problems, *self._contradictions(built)]))
+        raise_if(self.with_own_names([*problems, *self._contradictions(built)]))
         return built
 
     def notes(self) -> list[str]:
@@ -107,7 +107,7 @@ class PreferenceConfig(TrlArguments):
     def _contradictions(self, choices: Choices) -> list[Problem]:
         return []
 
-    def in_own_words(self, problems: Iterable[Problem]) -> list[Problem]:
+    def with_own_names(self, problems: Iterable[Problem]) -> list[Problem]:
         names = self._field_names()
         return [
             replace(one, what=rename_options(one.what, names), remedy=rename_options(one.remedy, names))
@@ -116,8 +116,9 @@ class PreferenceConfig(TrlArguments):
 
     def _field_names(self) -> Mapping[str, str]:
         """burnish's option -> the name of the field."""
-        names = {spec.name: word for spec in specs(Choices).values() for word in spec.aliases
-                 if word in self.__dataclass_fields__} | {name: word for word, name in self.led.items()}  # fmt: skip
+        fields = self.__dataclass_fields__
+        names = {spec.name: word for spec in specs(Choices).values() for word in spec.aliases if word in fields}
+        names |= {name: word for word, name in self.option_of_field.items()}
         return names | {"stage=kto": "a KTOTrainer", "stage=sft": "an SFTTrainer"}
 
 
@@ -161,7 +162,7 @@ class DPOConfig(DpoFields, WithReference):
 class KTOConfig(KtoFields, WithReference):
     """The arguments of a ``KTOTrainer``, as in TRL 1."""
 
-    led: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}
+    option_of_field: ClassVar[Mapping[str, str]] = {"loss_type": "kto_loss"}
 
     train_sampling_strategy: str = option(
         "sequential",
@@ -251,7 +252,7 @@ _CPO_LOSSES = {"sigmoid": "cpo", "hinge": "cpo_hinge", "ipo": "cpo_ipo", "simpo"
 class CPOConfig(WithoutReference):
     """The arguments of a ``CPOTrainer``: CPO, SimPO, AlphaPO."""
 
-    led: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}
+    option_of_field: ClassVar[Mapping[str, str]] = {"alpha": "alphapo_alpha"}
 
     beta: float = option(0.1, "β of the preference loss.", gt=0)
     loss_type: str = option("sigmoid", "Preference loss.", choices=(*_CPO_LOSSES, "alphapo"))

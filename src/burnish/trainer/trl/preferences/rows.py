@@ -31,12 +31,12 @@ from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
 Columns = dict[str, list[Any]]
 NAMES: Mapping[Kind, tuple[str, ...]] = {
     "pairs": ("prompt_ids", "chosen_ids", "rejected_ids"),
-    "verdicts": ("prompt_ids", "completion_ids", "label", KL_IDS),
+    "unpaired": ("prompt_ids", "completion_ids", "label", KL_IDS),
     "scores": ("chosen_ids", "rejected_ids", "margin"),
 }
 """The columns of prepared datasets, by kind of records."""
 RECORD_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
-    "pairs": ("prompt", "chosen", "rejected"), "verdicts": ("prompt", "completion", "label")
+    "pairs": ("prompt", "chosen", "rejected"), "unpaired": ("prompt", "completion", "label")
 }  # fmt: skip
 """The columns of records that a script's collator gets with their images, by kind of records."""
 
@@ -63,8 +63,8 @@ def preference_rows(
     refuse_transform(dataset)
     dataset = dataset if template.family is None else with_encoded_images(dataset)
     sample, reader = first_row(dataset), None if template.family is None else MEDIA_READER
-    names = NAMES[kind] if reader is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "verdicts")))
-    splits = kind == "verdicts" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
+    names = NAMES[kind] if reader is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "unpaired")))
+    splits = kind == "unpaired" and {"chosen", "rejected"} <= sample.keys() and not set(IDS[kind]) <= sample.keys()
     is_known = hashable_by_class(template.tokenizer)
     records = EncodeRecords(
         trl_layout(kind, sample, reader=reader), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
@@ -98,7 +98,7 @@ def _score_columns(row: Row) -> dict[str, Any]:
 
 
 _COLUMNS_OF: Mapping[Kind, Callable[[Row], Mapping[str, Any]]] = {
-    "pairs": _pair_columns, "verdicts": _unpaired_columns, "scores": _score_columns
+    "pairs": _pair_columns, "unpaired": _unpaired_columns, "scores": _score_columns
 }  # fmt: skip
 
 

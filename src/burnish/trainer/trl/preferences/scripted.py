@@ -127,8 +127,8 @@ class Scripted(PaddedObjective):
         for prepared in self._prepared:
             if prepared.is_unchanged_in(batch):
                 return prepared.ready
-        laid = self.parallel.to_device(self.collate(batch))
-        (made,) = self.objective.prepare_step(self.over(module), [laid], self.parallel)
+        made_of_batch = self.parallel.to_device(self.collate(batch))
+        (made,) = self.objective.prepare_step(self.over(module), [made_of_batch], self.parallel)
         return made  # type: ignore[no-any-return]
 
     def num_items(self, batch: Batch) -> Tensor:

@@ -35,7 +35,7 @@ class DPOTrainer(PreferenceTrainer):
     config_class = DPOConfig
     objective_class = PairObjective
     tag = "dpo"
-    _asks_for_the_loss_alone = True
+    _requests_loss_only = True
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
     beta = argument(DPOConfig, lambda args: args.beta, set_beta)
@@ -62,8 +62,8 @@ class KTOTrainer(PreferenceTrainer):
     config_class = KTOConfig
     objective_class = KtoObjective
     tag = "kto"
-    _asks_for_the_loss_alone = True
-    kind = "verdicts"
+    _requests_loss_only = True
+    kind = "unpaired"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
     beta = argument(KTOConfig, lambda args: args.beta, set_beta)
@@ -142,8 +142,8 @@ class KTOTrainer(PreferenceTrainer):
         try:
             found_problems = self.objective.inspect(rows, self._rows_per_step)
         except UserError as error:
-            raise UserError(args.in_own_words(error.problems)) from None
-        for problem in args.in_own_words(map(Problem, found_problems)):
+            raise UserError(args.with_own_names(error.problems)) from None
+        for problem in args.with_own_names(map(Problem, found_problems)):
             logger.warning(problem.what)
 
 

@@ -399,7 +399,7 @@ class RolloutTrainer(RewardMethods):
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in self._objective().iter_eval(module, prompts, self._parallel):
                 totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
-                self._fire("on_prediction_step")
+                self._call_event("on_prediction_step")
         means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()

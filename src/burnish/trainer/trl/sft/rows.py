@@ -83,7 +83,7 @@ class Preparation:
         if packing:
             return self._pack(dataset, name)
         limit = self.args.max_length
-        if limit is not None and is_datasets_set(dataset) and len(dataset) and not learns_anything(dataset):
+        if limit is not None and is_datasets_set(dataset) and len(dataset) and not has_labels_in_any_row(dataset):
             raise UserError(
                 f"No example of the {name} dataset has a token to predict. Received: max_length={limit}.",
                 remedy="Increase max_length, or check the labels.",
@@ -139,7 +139,7 @@ class Preparation:
         if drop := [column for column in column_names(dataset) if column not in _ROWS]:
             dataset = dataset.remove_columns(drop)
         num_kept = limit if strategy == "bfd" else None  # number of tokens kept of a row
-        if is_datasets_set(dataset) and not any(learns_something(row["labels"][:num_kept]) for row in dataset):
+        if is_datasets_set(dataset) and not any(has_labels(row["labels"][:num_kept]) for row in dataset):
             raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
         if self.args.shuffle_dataset:
             dataset = dataset.shuffle(seed=self.args.seed)
@@ -208,10 +208,10 @@ class Pack:
         return {name: [row[name] for row in packs] for name in names}
 
 
-def learns_anything(dataset: Any) -> bool:
+def has_labels_in_any_row(dataset: Any) -> bool:
     """Whether a row has a label at a token that is predicted: any but its first."""
-    return any(learns_something(row["labels"][1:]) for row in dataset if row.get("labels") is not None)
+    return any(has_labels(row["labels"][1:]) for row in dataset if row.get("labels") is not None)
 
 
-def learns_something(labels: list[int]) -> bool:
+def has_labels(labels: list[int]) -> bool:
     return any(label != IGNORE_INDEX for label in labels)
