@@ -228,7 +228,9 @@ def _qwen(kind: str, vision: Mapping[str, Any], processor: str, videos: str, **t
     )  # fmt: skip
 
 
-def _glm(kind: str) -> Tiny:
+def _glm(kind: str, processors: str | None = None, **text: Any) -> Tiny:
+    """A GLM. Args: processors: prefix of its processors' classes, if not ``kind``; text: of its language model."""
+    processors = processors or kind
     words = {f"{name}_token_id": f"<|{name}|>" for name in ("image", "video")}
     for name in ("image", "video"):
         words |= {
@@ -240,10 +242,10 @@ def _glm(kind: str) -> Tiny:
              "<|end_of_video|>")  # fmt: skip
     return Tiny(
         kind, TOWER | {"out_hidden_size": 32, "intermediate_size": 64, "image_size": 56},
-        (f"{kind}ImageProcessor", settings),
+        (f"{processors}ImageProcessor", settings),
         chat("<|user|>\n{}", "\n{}", mark, "<|system|>\n{}", "[gMASK]<sop>", "<|assistant|>"), words, order,
-        eos="<|user|>", text={"rope_parameters": MROPE, "partial_rotary_factor": 1.0},
-        videos=(f"{kind}VideoProcessor", settings),
+        eos="<|user|>", text={"rope_parameters": MROPE, "partial_rotary_factor": 1.0, **text},
+        videos=(f"{processors}VideoProcessor", settings), classes={"processor": f"{processors}Processor"},
     )  # fmt: skip
 
 
@@ -340,6 +342,18 @@ FAMILIES: dict[str, Tiny] = {
         layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=4, partial_rotary_factor=1.0,
     ),
+    "qwen3_5_moe": _qwen(
+        "Qwen3_5Moe", QWEN_3, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", head_dim=8,
+        layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, partial_rotary_factor=1.0, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+    ),
+    "vipllava": Tiny(
+        "VipLlava", CLIP, ("CLIPImageProcessor", OF_LLAVA),
+        chat("USER: {} ", "{}</s>", "<image>", "{} ", header="ASSISTANT:"), {"image_token_index": "<image>"},
+        ["<image>"], text={"model_type": "llama"}, config={"image_seq_length": 4, "vision_feature_layers": [-1, -2]},
+        processor=OF_CLIP, classes={"processor": "LlavaProcessor"},
+    ),
     "llava": Tiny(
         "Llava", CLIP, ("CLIPImageProcessor", OF_LLAVA),
         chat("USER: {} ", "{}</s>", "<image>", "{} ", header="ASSISTANT:"), {"image_token_id": "<image>"}, ["<image>"],
@@ -401,6 +415,11 @@ FAMILIES: dict[str, Tiny] = {
     "mistral3": _pixtral("Mistral3", {"spatial_merge_size": 2}, 2, "image_token_id", "image_token_index"),
     "glm4v": _glm("Glm4v"),
     "glm46v": _glm("Glm46V"),
+    "glm4v_moe": _glm(
+        "Glm4vMoe", "Glm4v", num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, moe_intermediate_size=32, n_group=1, topk_group=1,
+    ),
+    "glm_ocr": _glm("GlmOcr", "Glm46V"),
     "mllama": Tiny(
         "Mllama",
         {
