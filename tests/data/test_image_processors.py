@@ -294,3 +294,45 @@ def test_image_with_aspect_ratio_above_200_is_rejected_before_its_step(tmp_path)
         UserError, match=r"v.json, record 7.*p7_804x4.png is 804x4; the maximum aspect ratio of this model is 200:1"
     ):
         list(PlainTemplate(PlainOptions(None, "keep_start"), result.tokenizer, result).encode([example], DataStats()))
+
+
+class WordProcessor:
+    """A composed processor of whole words, which returns tensors only if they are requested, as Ovis2's."""
+
+    image_token = "<image>"
+
+    def __init__(self, tokenizer: Any, numbers: bool = False, fails: bool = False) -> None:
+        self.tokenizer, self.numbers, self.fails = tokenizer, numbers, fails
+
+    def __call__(self, images: Any, text: list[str], add_special_tokens: bool, return_tensors: str) -> Any:
+        if self.fails:
+            raise RuntimeError("no grid")
+        words = text[0]
+        for number, image in enumerate(images[0]):
+            before = str(number) if self.numbers else ""
+            words = words.replace("<image>", f"{before}<fake_token_around_image>{'<mark>' * (image.width // 32)}", 1)
+        words = words.replace("<mark>", "<image>")
+        return self.tokenizer([words], add_special_tokens=False, return_tensors=return_tensors)
+
+
+@pytest.mark.parametrize(
+    ("behavior", "message"),
+    [
+        ({"numbers": True}, "records with several images are not supported, because WordProcessor numbers the images"),
+        ({"fails": True}, r"WordProcessor cannot process an image of 64x64 pixels \(RuntimeError: no grid\)"),
+    ],
+)
+def test_record_that_an_unknown_processor_cannot_process_is_rejected(folder, behavior, message):
+    model, composed = idefics2()
+    tokenizer = composed.tokenizer
+    tokenizer.chat_template = composed.chat_template
+    example = image_example(folder, "What is ", NAMES[0], " and ", NAMES[2], " now?")
+
+    def encode(processor: WordProcessor) -> list[Any]:
+        family = AnyFamily(Checkpoint(model.config, composed.image_processor, tokenizer, composed=processor))
+        return list(PlainTemplate(PlainOptions(None, "keep_start"), tokenizer, family).encode([example], DataStats()))
+
+    (row,) = encode(WordProcessor(tokenizer))
+    assert [image["end"] - image["begin"] for image in row["images"]] == [2, 2]
+    with pytest.raises(UserError, match=message):
+        encode(WordProcessor(tokenizer, **behavior))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from functools import cached_property
 
 from burnish.config.errors import UserError
 from burnish.data.images import grids, tiles  # noqa: F401 - their families register themselves
 from burnish.data.images.family import FAMILIES, Checkpoint, Family
+from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.loop.types import Ids
+
+_PROBE_SIZE = (64, 64)
 
 
 def family_of(source: Checkpoint) -> Family:
@@ -47,12 +51,36 @@ class AnyFamily(Family):
         self.mark = str(getattr(source.composed, "image_token", None) or self.placeholder)
         super().__init__(source)
 
+    def of(self, image: ImageFile, num_images: int = 1) -> Ids:
+        if num_images > 1 and not self._writes_images_alike:
+            processor = type(self.source.composed).__name__
+            raise BadImage(f"records with several images are not supported, because {processor} numbers the images")
+        return super().of(image, num_images)
+
     def _ids_of_size(self, width: int, height: int) -> Ids:
+        return self._processed(width, height)
+
+    def _processed(self, width: int, height: int, count: int = 1) -> Ids:
+        """Return the ids for ``count`` blank images of this size, with a letter between them."""
         from PIL import Image
 
-        blank = Image.new("RGB", (width, height), "white")
-        made = self.source.composed(images=[blank], text=[self.mark], add_special_tokens=False)
-        return array("i", list(made["input_ids"][0]))
+        blank, composed = Image.new("RGB", (width, height), "white"), self.source.composed
+        try:
+            # Some processors require tensors.
+            made = composed(images=[[blank] * count], text=["a".join([self.mark] * count)], add_special_tokens=False,
+                            return_tensors="pt")  # fmt: skip
+        except Exception as error:  # any exception of a processor that burnish does not know
+            raise BadImage(
+                f"{type(composed).__name__} cannot process an image of {width}x{height} pixels ({type(error).__name__}: {error})"
+            ) from error
+        return array("i", made["input_ids"][0].tolist())
+
+    @cached_property
+    def _writes_images_alike(self) -> bool:
+        """Whether the tokens of an image do not depend on the images before it. MiniCPM-V numbers them."""
+        single = self._processed(*_PROBE_SIZE)
+        both = self._processed(*_PROBE_SIZE, count=2)
+        return both[: len(single)] == single == both[-len(single) :]
 
     @property
     def note(self) -> str:
