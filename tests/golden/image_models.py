@@ -348,6 +348,14 @@ FAMILIES: dict[str, Tiny] = {
         linear_num_key_heads=2, linear_num_value_heads=4, partial_rotary_factor=1.0, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
     ),
+    "qwen4_exp": _qwen(
+        "Qwen4Exp", QWEN_3, "Qwen3VLProcessor", "Qwen3VLVideoProcessor", head_dim=8,
+        layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, hc_count=2, hc_lowrank=8, ple_layer_ids=[],
+        ngram_vocab_size_base=100, split_ngram_parts=1, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8,
+        indexer_budget=16, indexer_compress_ratio=1,
+    ),
     "vipllava": Tiny(
         "VipLlava", CLIP, ("CLIPImageProcessor", OF_LLAVA),
         chat("USER: {} ", "{}</s>", "<image>", "{} ", header="ASSISTANT:"), {"image_token_index": "<image>"},
@@ -364,6 +372,14 @@ FAMILIES: dict[str, Tiny] = {
         chat("[INST] {} [/INST]", " {}</s>", "<image>", "{} ", "<s>"), {"image_token_id": "<image>"}, ["<image>"],
         text=MISTRAL, config={"image_seq_length": 4, "image_grid_pinpoints": PINPOINTS["llava_next"]},
         processor=OF_CLIP,
+    ),
+    "llava_next_video": Tiny(
+        "LlavaNextVideo", CLIP,
+        ("LlavaNextImageProcessor", OF_LLAVA | {"image_grid_pinpoints": PINPOINTS["llava_next"]}),
+        chat("[INST] {} [/INST]", " {}</s>", "<image>", "{} ", "<s>"),
+        {"image_token_index": "<image>", "video_token_index": "<video>"}, ["<image>", "<video>"],
+        text=MISTRAL, config={"image_seq_length": 4, "image_grid_pinpoints": PINPOINTS["llava_next"]},
+        processor=OF_CLIP, videos=("LlavaNextVideoVideoProcessor", {}),
     ),
     "llava_onevision": Tiny(
         "LlavaOnevision", SIGLIP,

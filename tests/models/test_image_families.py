@@ -15,9 +15,9 @@ from vision_models import load_image_model
 FLAT = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision", "gemma3", "gemma4",
     "paligemma", "internvl", "smolvlm", "idefics3", "pixtral", "mistral3", "glm4v", "glm46v", "aya_vision", "llama4",
-    "glm4v_moe", "glm_ocr", "vipllava",
+    "glm4v_moe", "glm_ocr", "vipllava", "llava_next_video",
 ]  # fmt: skip
-PADDED = ["qwen3_5", "qwen3_5_moe", "lfm2_vl"]
+PADDED = ["qwen3_5", "qwen3_5_moe", "qwen4_exp", "lfm2_vl"]
 NEED_TORCHVISION = ("llama4", "lfm2_vl")
 ORDERS = list(itertools.permutations(range(4)))[::6]
 """Four orders of four rows."""

@@ -70,9 +70,8 @@ class AnyFamily(Family):
             made = composed(images=[[blank] * count], text=["a".join([self.mark] * count)], add_special_tokens=False,
                             return_tensors="pt")  # fmt: skip
         except Exception as error:  # any exception of a processor that burnish does not know
-            raise BadImage(
-                f"{type(composed).__name__} cannot process an image of {width}x{height} pixels ({type(error).__name__}: {error})"
-            ) from error
+            what = f"{type(composed).__name__} cannot process an image of {width}x{height} pixels"
+            raise BadImage(f"{what} ({type(error).__name__}: {error})") from error
         return array("i", made["input_ids"][0].tolist())
 
     @cached_property

@@ -141,7 +141,7 @@ class TimestampedVideo(Qwen):
         return [[1, rows, columns]] * frames
 
 
-@FAMILIES.register("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", words=("<|image_pad|>",))
+@FAMILIES.register("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", words=("<|image_pad|>",))
 class Qwen3(TimestampedVideo):
     """Like Qwen2-VL, with ``<1.5 seconds>`` before each pair of frames of a video."""
 

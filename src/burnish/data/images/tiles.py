@@ -37,7 +37,7 @@ class Llava(Family):
         return repeat_token(self.placeholder_id, self._per_tile)
 
 
-@FAMILIES.register("llava_next", words=("<image>",))
+@FAMILIES.register("llava_next", "llava_next_video", words=("<image>",))
 class LlavaNext(Llava):
     """A base tile, then the image at the best of several resolutions without padding, with a token after each row of
     patches (processing_llava_next.py)."""
