@@ -532,6 +532,33 @@ def test_classification_is_learned(tmp_path):
 # --- other methods ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("extractor", "column", "value"),
+    [
+        (transformers.Wav2Vec2FeatureExtractor, "input_values", [0.5] * 40),
+        (transformers.CLIPImageProcessor, "pixel_values", [[[0.5] * 4] * 4] * 3),
+    ],
+)
+def test_processing_class_without_tokens_is_saved(tmp_path, extractor, column, value):
+    class Mean(transformers.PreTrainedModel):
+        config_class = transformers.PreTrainedConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, labels=None, **inputs):
+            means = self.scale * inputs[column].flatten(1).mean(1)
+            return {"loss": (means - labels).square().mean(), "logits": means}
+
+    trainer = make_trainer(
+        tmp_path, model=Mean(transformers.PreTrainedConfig()), train=[{column: value, "labels": 1.0}] * 8,
+        trainer={"processing_class": extractor()}, remove_unused_columns=False, max_steps=2, save_strategy="steps",
+    )  # fmt: skip
+    assert trainer.train().global_step == 2
+    assert (tmp_path / "checkpoint-2" / "preprocessor_config.json").is_file()
+
+
 def test_metrics_are_printed_and_saved(tmp_path, capsys):
     import json
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from burnish.checkpoint import checkpoint
@@ -62,10 +63,12 @@ def prepare_for_training(
         raise_if(liger_problems(device))
         for note in apply_liger(model, args.liger_kernel_config):
             logger.warning(note)
-    if hasattr(model, "config") and hasattr(processing_class, "save_pretrained"):
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    # Image processors and feature extractors have no special tokens.
+    if hasattr(model, "config") and isinstance(tokenizer, PreTrainedTokenizerBase):
         from transformers.trainer_utils import align_special_tokens
 
-        align_special_tokens(model, processing_class)
+        align_special_tokens(model, tokenizer)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         record(model, lambda: DebugUnderflowOverflow(model), OUTPUT_CHECK)
     records = [] if noise is None else record(model, lambda: activate_neftune(model, noise, accelerator), NOISE)
