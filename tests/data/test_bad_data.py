@@ -320,6 +320,28 @@ def test_key_without_effect_is_not_suggested():
     assert 'unknown key "file". Did you mean "file_name"?' in load_error(dataset="mine")
 
 
+def test_keys_of_an_entry_that_describe_it_are_noted_and_have_no_effect():
+    write_data("a.json", [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "id": 1}])
+    columns = {"messages": "conversations", "role": "from", "content": "value", "id": "id"}
+    write_info(
+        mine={"file_name": "a.json", "formatting": "sharegpt", "columns": columns, "description": "x", "stage": 1}
+    )
+    sets = load(dataset="mine")
+    assert [note.split(": ", 1)[1] for note in sets.notes] == [
+        "these keys have no effect: description, stage, columns.role, columns.content, columns.id."
+    ]
+    assert role_contents(sets.train[0]) == [("user", "q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    "entry", [{"colums": {}}, {"format": "sharegpt"}, {"columns": {"message": "m"}}, {"columns": {"output": "o"}}]
+)
+def test_misspelled_keys_of_an_entry_with_a_file_are_rejected(entry):
+    write_data("a.json", RECORDS)
+    write_info(mine={"file_name": "a.json", **entry})
+    assert "unknown key" in load_error(dataset="mine")
+
+
 def test_tags_among_the_columns_are_to_be_moved():
     write_info(
         mine={"file_name": "a.json", "columns": {"messages": "conversation", "role": "role", "content": "content"}}

@@ -27,6 +27,7 @@ class DataSource:
         folder: folder within a hub repository.
         num_samples: number of records to sample.
         is_described: it has an entry in a ``dataset_info.json``; missing keys have LLaMA-Factory's defaults.
+        unused: keys of the entry that have no effect.
     """
 
     name: str
@@ -42,6 +43,7 @@ class DataSource:
     folder: str | None = None
     num_samples: int | None = None
     is_described: bool = False
+    unused: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:

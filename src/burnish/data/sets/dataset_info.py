@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -48,6 +49,8 @@ _KEYS = {
 }
 _STRING_KEYS = (*_LOCATION_KEYS[:-1], "formatting", "subset", "split", "folder")
 _COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
+_DEFAULT_COLUMNS = ("instruction", "input", "output", "conversations")
+"""Columns, which are values in "columns"; as keys they are a mistake."""
 
 
 def find_sources(
@@ -145,12 +148,43 @@ def _describe_source(name: str, entry: Any, info_where: str, folder: Path | None
         for key in ("subset", "folder", "num_samples", "formatting", "columns", "tags", "ranking")
         if key in entry
     }
-    return DataSource(name, kind, location, where, split=entry.get("split") or "train", is_described=True, **described)
+    columns = _unused_columns(entry)
+    if columns:
+        described["columns"] = {part: word for part, word in entry["columns"].items() if part not in columns}
+    unused = (*_unused_keys(entry), *(f"columns.{part}" for part in columns))
+    split = entry.get("split") or "train"
+    return DataSource(name, kind, location, where, split=split, is_described=True, unused=unused, **described)
+
+
+def _unused_keys(entry: Info) -> list[str]:
+    """Keys such as "description", which LLaMA-Factory ignores. A similar key has a spelling mistake."""
+    has_location = any(entry.get(key) is not None for key in _LOCATION_KEYS)
+    return [key for key in map(str, entry) if has_location and key not in _KEYS and not _is_similar(key, _KEYS)]
+
+
+def _unused_columns(entry: Info) -> list[str]:
+    """Keys of "columns" that LLaMA-Factory ignores: of columns that training does not use, and tags with the values
+    that apply anyway."""
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    unused = []
+    for part in (part for part in map(str, columns) if part not in _COLUMNS):
+        tag = f"{part}_tag"
+        if tag in SHAREGPT_TAGS:
+            is_unused = columns[part] == (tags.get(tag) or SHAREGPT_TAGS[tag])
+        else:
+            is_unused = part not in _DEFAULT_COLUMNS and not _is_similar(part, _COLUMNS)
+        unused += [part] if is_unused else []
+    return unused
+
+
+def _is_similar(word: str, known: Iterable[str]) -> bool:
+    return bool(get_close_matches(word, list(known), n=1, cutoff=0.75))
 
 
 def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
+    unused = _unused_keys(entry)
     for key in map(str, entry):
-        if key not in _KEYS:
+        if key not in _KEYS and key not in unused:
             yield Problem(
                 f'unknown key "{key}".{did_you_mean(key, _KEYS - {"file_sha1"})}',
                 where,
@@ -161,7 +195,10 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
         if value is not None and not isinstance(value, Mapping):
             yield Problem(f'"{key}" must be an object. Received: {value!r}.', where)
             continue
+        unused = _unused_columns(entry) if key == "columns" else []
         for part, word in (value or {}).items():
+            if part in unused:
+                continue
             if word is not None and not isinstance(word, str):
                 yield Problem(f'"{part}" in "{key}" must be a string. Received: {word!r}.', where)
             if part not in known:

@@ -195,6 +195,8 @@ class _Loading:
         except UserError as error:
             self.problems += error.problems
             return []
+        for source in (source for source in found if source.unused):
+            self.notes.append(f"{source.where}: these keys have no effect: {', '.join(source.unused)}.")
         return [source for source in found if self.searches_hubs or source.kind in ("file", "records")]
 
     def _examples(self, source: DataSource) -> ListedExamples:
