@@ -122,7 +122,7 @@ def test_option_without_effect_gives_a_reason(tmp_path: Path) -> None:
 
 def test_foreign_option_at_harmless_value_is_ignored(tmp_path: Path) -> None:
     made = plan(
-        raw_options(tmp_path, push_to_hub="no", fp8="False", debug="", skip_memory_metrics="1", quantization_bit=None)
+        raw_options(tmp_path, push_to_hub="no", fp8="False", debug="", save_on_each_node="0", quantization_bit=None)
     )
     assert not made.notes
     assert "fp8" not in made.provenance

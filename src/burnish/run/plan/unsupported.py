@@ -363,9 +363,9 @@ _add_feature(
     "profiler_output_dir profiler_wait_steps profiler_warmup_steps profiler_active_steps profiler_repeat "
     "profiler_record_shapes profiler_profile_memory profiler_with_stack profile_modules",
 )  # fmt: skip
-_add_unsupported(
-    "Remove it. trainer_log.jsonl contains memory_bytes; profile: true measures the memory of each step.",
-    skip_memory_metrics=True,
+_no_effect(
+    "trainer_log.jsonl always contains memory_bytes; profile: true measures the memory of each step.",
+    "skip_memory_metrics",
 )
 _add_unsupported("Remove it. An update with a non-finite loss or gradient is never applied (on_non_finite).", debug="")
 _no_effect("tokens per second are always logged.", "include_effective_tokens_per_second include_tokens_per_second")
