@@ -1,8 +1,8 @@
 """Re-exports of transformers, TRL and PEFT.
 
 A script can replace ``from transformers import ...`` or ``from trl import ...`` with ``from burnish import ...``: names
-that burnish does not define come from the library that owns them. Names that no library has any more get an error
-message.
+that scripts often import come from the library that owns them. Other names of these libraries, and names that no
+library has any more, get an error message.
 """
 
 from __future__ import annotations
@@ -12,24 +12,41 @@ from typing import Any
 
 OWNERS: dict[str, tuple[str, ...]] = {
     "transformers": (
-        "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM",
-        "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
-        "AutoProcessor", "AutoTokenizer", "BitsAndBytesConfig", "DataCollatorForLanguageModeling",
-        "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification", "DataCollatorWithPadding",
-        "DefaultDataCollator", "DefaultFlowCallback", "EarlyStoppingCallback", "GenerationConfig", "HfArgumentParser",
-        "IntervalStrategy", "PreTrainedModel", "PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "PrinterCallback",
-        "ProgressCallback", "SchedulerType", "default_data_collator", "get_constant_schedule_with_warmup",
-        "get_cosine_schedule_with_warmup", "get_linear_schedule_with_warmup", "get_scheduler", "pipeline", "set_seed",
+        "Adafactor", "AutoConfig", "AutoFeatureExtractor", "AutoImageProcessor", "AutoModel",
+        "AutoModelForAudioClassification", "AutoModelForAudioFrameClassification", "AutoModelForAudioXVector",
+        "AutoModelForCTC", "AutoModelForCausalLM", "AutoModelForDepthEstimation",
+        "AutoModelForDocumentQuestionAnswering", "AutoModelForImageClassification", "AutoModelForImageSegmentation",
+        "AutoModelForImageTextToText", "AutoModelForInstanceSegmentation", "AutoModelForMaskGeneration",
+        "AutoModelForMaskedImageModeling", "AutoModelForMaskedLM", "AutoModelForMultimodalLM",
+        "AutoModelForMultipleChoice", "AutoModelForNextSentencePrediction", "AutoModelForObjectDetection",
+        "AutoModelForPreTraining", "AutoModelForQuestionAnswering", "AutoModelForSemanticSegmentation",
+        "AutoModelForSeq2SeqLM", "AutoModelForSequenceClassification", "AutoModelForSpeechSeq2Seq",
+        "AutoModelForTableQuestionAnswering", "AutoModelForTextEncoding", "AutoModelForTextToSpectrogram",
+        "AutoModelForTextToWaveform", "AutoModelForTimeSeriesPrediction", "AutoModelForTokenClassification",
+        "AutoModelForUniversalSegmentation", "AutoModelForVideoClassification",
+        "AutoModelForVisualQuestionAnswering", "AutoModelForZeroShotImageClassification",
+        "AutoModelForZeroShotObjectDetection", "AutoProcessor", "AutoTokenizer", "AutoVideoProcessor",
+        "BitsAndBytesConfig", "DataCollator", "DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice",
+        "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification", "DataCollatorWithFlattening", "DataCollatorWithPadding",
+        "DefaultDataCollator", "DefaultFlowCallback", "EarlyStoppingCallback", "GenerationConfig",
+        "HfArgumentParser", "IntervalStrategy", "PreTrainedConfig", "PreTrainedModel", "PreTrainedTokenizer",
+        "PreTrainedTokenizerBase", "PreTrainedTokenizerFast", "PrinterCallback", "ProgressCallback",
+        "SchedulerType", "StoppingCriteria", "StoppingCriteriaList", "TextStreamer", "default_data_collator",
+        "get_constant_schedule", "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup",
+        "get_cosine_with_hard_restarts_schedule_with_warmup", "get_cosine_with_min_lr_schedule_with_warmup",
+        "get_inverse_sqrt_schedule", "get_linear_schedule_with_warmup", "get_polynomial_decay_schedule_with_warmup",
+        "get_scheduler", "get_wsd_schedule", "pipeline", "set_seed",
     ),
     "trl": (
         "DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser",
-        "apply_chat_template", "clone_chat_template", "extract_prompt", "get_dataset", "get_peft_config",
-        "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
+        "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt", "get_dataset",
+        "get_peft_config", "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
         "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset", "unpair_preference_dataset",
     ),
     "peft": (
-        "LoraConfig", "PeftConfig", "PeftModel", "PeftModelForCausalLM", "TaskType", "get_peft_model",
-        "prepare_model_for_kbit_training",
+        "AutoPeftModel", "AutoPeftModelForCausalLM", "LoraConfig", "PeftConfig", "PeftModel", "PeftModelForCausalLM",
+        "TaskType", "get_peft_model", "prepare_model_for_kbit_training",
     ),
 }  # fmt: skip
 """Library -> the names that are re-exported from it."""
@@ -76,6 +93,19 @@ def reexport(name: str) -> Any:
     except ImportError as error:
         message = f"{name} belongs to the library {library}, which is not installed. Run: pip install {library}"
         raise ImportError(message) from error
+
+
+def owner_message(name: str) -> str:
+    """Return an error message with the import of a name that another library has and burnish does not re-export, or
+    "" if no library has it. Imports the libraries."""
+    for library in OWNERS:
+        try:
+            found = name in dir(import_module(library))
+        except ImportError:
+            continue
+        if found:
+            return f"burnish does not re-export {name}. Import it from its library: from {library} import {name}"
+    return ""
 
 
 def message_for(name: str) -> str:

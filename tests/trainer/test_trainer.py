@@ -585,6 +585,20 @@ def test_unavailable_name_is_rejected_with_an_alternative(name):
         getattr(burnish, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "library"), [("BertForSequenceClassification", "transformers"), ("IA3Config", "peft")]
+)
+def test_import_of_a_name_of_another_library_is_rejected_with_the_import(name, library):
+    with pytest.raises(ImportError, match=f"from {library} import {name}"):
+        exec(f"from burnish import {name}")
+    assert not hasattr(burnish, name)
+
+
+def test_import_of_a_name_of_no_library_is_rejected():
+    with pytest.raises(ImportError, match="cannot import name 'Trainor'"):
+        exec("from burnish import Trainor")
+
+
 @pytest.mark.parametrize(("name", "library"), OWNER_OF.items())
 def test_reexported_name_is_the_object_of_its_library(name, library):
     if importlib.util.find_spec(library) is None:
