@@ -348,9 +348,12 @@ def test_reward_model_loads_in_transformers_with_trained_scores(name, folder, tm
         assert alone == pytest.approx(scores[0, side], abs=1e-5)
 
 
-def test_deprecated_token_id_columns_are_trained_with_one_warning(folder, tmp_path):
-    ids = [{"chosen_input_ids": [5, 6, 7 + n], "rejected_input_ids": [5, 6, 20 + n]} for n in range(8)]
-    with pytest.warns(FutureWarning, match="rename `chosen_input_ids` to `chosen_ids`"):
+@pytest.mark.parametrize(
+    ("chosen", "rejected"), [("chosen_input_ids", "rejected_input_ids"), ("input_ids_chosen", "input_ids_rejected")]
+)
+def test_deprecated_token_id_columns_are_trained_with_one_warning(folder, tmp_path, chosen, rejected):
+    ids = [{chosen: [5, 6, 7 + n], rejected: [5, 6, 20 + n]} for n in range(8)]
+    with pytest.warns(FutureWarning, match=f"rename `{chosen}` to `chosen_ids`"):
         trainer = make("RewardTrainer", folder / "plain", tmp_path, ids, max_steps=1)
     assert {"chosen_ids", "rejected_ids"} <= {*trainer.train_dataset.column_names}
     assert losses(trainer)
@@ -530,6 +533,12 @@ def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
 def test_meaningless_arguments_are_rejected_by_name(config, options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         getattr(burnish, config)(str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize("name", ["max_target_length", "use_num_logits_to_keep", "base_model_attribute_name"])
+def test_arguments_of_earlier_configs_have_no_effect_and_give_a_warning(tmp_path, name):
+    with pytest.warns(FutureWarning, match=f"`{name}` has no effect"):
+        burnish.DPOConfig(tmp_path, **{name: 8})
 
 
 def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):

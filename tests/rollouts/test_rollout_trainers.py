@@ -314,6 +314,20 @@ def test_missing_requirements_are_reported_before_training(folder):
         trainer_of(folder, reward_weights=[1.0, 2.0])
 
 
+@pytest.mark.parametrize("name", ["vllm_device", "vllm_dtype", "vllm_max_model_len", "max_prompt_length"])
+def test_arguments_of_earlier_configs_have_no_effect_and_give_a_warning(tmp_path, name):
+    with pytest.warns(FutureWarning, match=f"`{name}` has no effect"):
+        GRPOConfig(tmp_path, **{name: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("use_liger_loss", "use_liger_kernel"), ("wandb_log_unique_prompts", "log_unique_prompts")]
+)
+def test_arguments_of_earlier_configs_are_renamed(tmp_path, old, new):
+    with pytest.warns(FutureWarning, match=f"Use `{new}` instead"):
+        assert getattr(RLOOConfig(tmp_path, **{old: True}), new)
+
+
 def test_beam_search_arguments_without_effect_are_reported(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options = {"do_sample": True, "top_k": 50, "length_penalty": -0.1, "num_beams": 1}

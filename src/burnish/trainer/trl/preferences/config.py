@@ -50,9 +50,12 @@ class PreferenceConfig(TrlArguments):
     without_effect: ClassVar[Mapping[str, str]] = {
         "max_prompt_length": _TRUNCATED_TOGETHER,
         "max_completion_length": _TRUNCATED_TOGETHER,
+        "max_target_length": _TRUNCATED_TOGETHER,
         "label_pad_token_id": "labels are created internally.",
         "use_logits_to_keep": "logits of prompt tokens are never computed.",
+        "use_num_logits_to_keep": "logits of prompt tokens are never computed.",
         "use_liger_loss": "the full logits are never materialized.",
+        "base_model_attribute_name": "the full logits are never materialized.",
         "is_encoder_decoder": "it is read from the model's config.",
     }
     refused: ClassVar[Mapping[str, str]] = {

@@ -160,8 +160,10 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, None, args, *rest, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        old = {f"{side}_input_ids": f"{side}_ids" for side in ("chosen", "rejected")}
-        if old.keys() <= {*column_names(dataset)}:
+        for name in ("{side}_input_ids", "input_ids_{side}"):
+            old = {name.format(side=side): f"{side}_ids" for side in ("chosen", "rejected")}
+            if not old.keys() <= {*column_names(dataset)}:
+                continue
             renamed = ", ".join(f"`{word}` to `{today}`" for word, today in old.items())
             notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning)
             dataset = dataset.rename_columns(old)

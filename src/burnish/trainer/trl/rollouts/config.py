@@ -58,6 +58,9 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     """Fields that both configs have."""
 
     stage: ClassVar[str]
+    renamed: ClassVar[Mapping[str, str]] = {
+        "use_liger_loss": "use_liger_kernel", "wandb_log_unique_prompts": "log_unique_prompts",
+    }  # fmt: skip
     without_effect: ClassVar[Mapping[str, str]] = {
         "cast_lm_head_to_fp32": "log-probabilities are computed in float32.",
         "cache_implementation": "burnish has its own KV cache.",
@@ -73,7 +76,8 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
                 "vllm_group_port", "vllm_gpu_memory_utilization", "vllm_max_model_length",
                 "vllm_tensor_parallel_size", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
                 "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
-                "vllm_importance_sampling_cap", "vllm_guided_decoding_regex",
+                "vllm_importance_sampling_cap", "vllm_guided_decoding_regex", "vllm_device", "vllm_dtype",
+                "vllm_enable_prefix_caching", "vllm_max_model_len",
             ),
             _NO_VLLM_EFFECT,
         ),
