@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from script_runs import as_dataset, labelled_examples, losses, make, pairs, weights
 from test_collators import KINDS
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import burnish
@@ -271,6 +272,42 @@ def test_prepare_input_receives_trl_batch(kind, folder, tmp_path):
     trainer, custom, metrics = run(kind, InputRecorder, folder, tmp_path / "own")
     _, defaults, expected_metrics = run(kind, NoOverride, folder, tmp_path / "usual")
     assert trainer.seen["_prepare_input"][1] >= PADDED[kind]
+    assert custom == pytest.approx(defaults, rel=1e-4)
+    assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_loaders_of_a_script_have_padded_batches_that_its_own_loop_can_train(kind, folder, tmp_path):
+    rows = as_dataset(labelled_examples(5) if kind == "KTOTrainer" else pairs(5))
+    trainer = trainer_with(kind, NoOverride, folder, tmp_path, {"eval_dataset": rows}, max_steps=1)
+    loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    for loader in (*loaders, trainer.get_test_dataloader(trainer.eval_dataset)):
+        batch = trainer._prepare_inputs(next(iter(loader)))
+        assert batch.keys() == PADDED[kind]
+        trainer.model.train()
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        assert any(p.grad is not None for p in trainer.model.parameters())
+        trainer.model.eval()
+        evaluated, *_ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
+        assert evaluated.item() == pytest.approx(loss.item(), rel=1e-4)
+    expected = trainer.evaluate()["eval_loss"]
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation", prediction_loss_only=True)
+    assert output.metrics["eval_loss"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_own_loaders_with_the_collator_of_the_trainer_change_nothing(kind, folder, tmp_path):
+    class OwnLoaders:
+        def get_train_dataloader(self):
+            size, sampler = self.args.train_batch_size, self._get_train_sampler()
+            return DataLoader(self.train_dataset, size, sampler=sampler, collate_fn=self.data_collator)
+
+        def get_eval_dataloader(self, eval_dataset=None):
+            return DataLoader(self.eval_dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
+
+    _, custom, metrics = run(kind, OwnLoaders, folder, tmp_path / "own")
+    _, defaults, expected_metrics = run(kind, NoOverride, folder, tmp_path / "usual")
     assert custom == pytest.approx(defaults, rel=1e-4)
     assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], rel=1e-4)
 

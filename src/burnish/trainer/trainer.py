@@ -153,7 +153,8 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
 
     def _make_loop(self, ignore_keys: list[str] | None) -> TrainerLoop:
         """The loop at step 0. Components are created in the order of their dependencies."""
-        args, parallel, handler, loader = self.args, self._parallel, self.callback_handler, self.get_train_dataloader()
+        args, parallel, handler = self.args, self._parallel, self.callback_handler
+        loader = self._loader_of(self.get_train_dataloader)
         plan = training.plan_of(self.set_initial_training_values(args, loader), loader)
         training.check_spikes(args, loader, self._inner_steps)
         if not self._overrides("compute_loss"):
@@ -201,6 +202,10 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
             loader, self._accumulation, total, count, self._stop_empty, self._parallel, self._padding_batch,
             self._scripted_batch_samples if is_counted_by_script else None,
         )  # fmt: skip
+
+    def _converted_step(self, step_batch: StepBatch) -> StepBatch:
+        """The batches of a step in the form that the objective reads."""
+        return step_batch
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         """A batch without items, for a rank that has no more rows."""
@@ -315,7 +320,7 @@ class TrainerLoop(Loop):
     def step(self, step_batch: StepBatch) -> None:
         """As ``Loop.step``, in training mode. Evaluations, also of callbacks, leave the model in evaluation mode."""
         self.set_training_mode(True)
-        super().step(step_batch)
+        super().step(self.trainer._converted_step(step_batch))
 
     def microstep(self, batch: Batch, divisor: Tensor, is_last: bool) -> Loss:
         """The loop's microstep, or ``training_step`` (a mean) if a script computes the loss."""

@@ -65,6 +65,11 @@ class DataMethods(LossMethods):
             sampler_fn=self._get_eval_sampler,
         )  # fmt: skip
 
+    def _loader_of(self, get_dataloader: Callable[..., Any], *dataset: Any) -> Any:
+        """The loader that ``train``, ``evaluate`` or ``predict`` reads. A subclass may use other batches than those of
+        the loaders that a script asks for."""
+        return get_dataloader(*dataset)
+
     @property
     def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
         return self.data_collator

@@ -57,7 +57,7 @@ class EvaluationMethods(DataMethods):
                 )  # fmt: skip
             return together
         self._memory_tracker.start()
-        loader = self.get_eval_dataloader(dataset)
+        loader = self._loader_of(self.get_eval_dataloader, dataset)
         only_loss = True if self.compute_metrics is None else None
         output = self._run_evaluation_loop(
             loader, "Evaluation", ignore_keys, metric_key_prefix, prediction_loss_only=only_loss
@@ -73,7 +73,7 @@ class EvaluationMethods(DataMethods):
     ) -> PredictionOutput:
         """Predictions for a set, with labels and metrics if the set has labels."""
         self._memory_tracker.start()
-        loader = self.get_test_dataloader(test_dataset)
+        loader = self._loader_of(self.get_test_dataloader, test_dataset)
         output = self._run_evaluation_loop(loader, "Prediction", ignore_keys, metric_key_prefix)
         self._call_event("on_predict", metrics=output.metrics)
         self._memory_tracker.stop_and_update_metrics(output.metrics)

@@ -21,7 +21,7 @@ from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import EvalSums
 from burnish.loop.protocols import Objective
-from burnish.loop.types import Batch, Loss, Row
+from burnish.loop.types import Batch, Loss, Row, StepBatch
 from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.losses.preference_options import needs_reference
 from burnish.losses.reference import DisabledAdapter, InitialWeights, MovingReference, UnchangedModel
@@ -44,6 +44,7 @@ from burnish.trainer.trl.preferences.collator import (
 )
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
+    ConvertedLoader,
     EvalBatchesWithReference,
     Score,
     capabilities_and_collator,
@@ -115,6 +116,7 @@ class PreferenceTrainer(OverridableTrainer):
     _counter = CountPreferences
     padding_class: ClassVar[type[Padded]] = Padded
     _own_collators = (Padded, PaddedBySide)
+    _loads_own_batches = False
     _requests_loss_only: ClassVar[bool] = False
     """Whether an evaluation calls ``compute_loss`` without ``return_outputs`` if only the loss is needed."""
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
@@ -271,7 +273,7 @@ class PreferenceTrainer(OverridableTrainer):
         return objective
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
-        return PaddingBatch(batch) if self._is_scripted else padding_batch(batch)
+        return PaddingBatch(batch) if self._is_scripted or "items" not in batch else padding_batch(batch)
 
     # --- methods of a script: scripted.py -----------------------------------------------------------------------------
 
@@ -391,9 +393,29 @@ class PreferenceTrainer(OverridableTrainer):
             return [self._row_of(row) for row in rows]
         return rows_of_padded(self.data_collator(list(rows)), self.kind)
 
+    def _loader_of(self, get_dataloader: Callable[..., Any], *dataset: Any) -> Any:
+        """A loader of the objective's batches. A loader that a script asks for has TRL's padded batches."""
+        self._loads_own_batches = True
+        try:
+            return super()._loader_of(get_dataloader, *dataset)
+        finally:
+            self._loads_own_batches = False
+
     @property
     def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
-        return self._collate
+        return self._collate if self._loads_own_batches or self.family is not None else self._pad_rows
+
+    def _in_own_form(self, batch: Batch) -> Batch:
+        """The objective's batch of a padded one, such as that of a script's own loader."""
+        if "items" in batch:
+            return batch
+        collated: Batch = self.objective.collate(rows_of_padded(batch, self.kind))
+        return padding_batch(collated) if isinstance(batch, PaddingBatch) else collated
+
+    def _converted_step(self, step_batch: StepBatch) -> StepBatch:
+        if self._is_scripted:
+            return step_batch
+        return replace(step_batch, batches=[self._in_own_form(batch) for batch in step_batch.batches])
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
@@ -458,6 +480,8 @@ class PreferenceTrainer(OverridableTrainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
+        if not self._is_scripted:
+            dataloader = ConvertedLoader(dataloader, self._in_own_form)
         self._totals, module = EvalSums(), self._model_for_evaluation()
         ready = partial(self._objective().iter_eval, module, parallel=self._parallel)
         with torch.no_grad():

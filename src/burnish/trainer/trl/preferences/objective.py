@@ -80,6 +80,20 @@ class EvalBatchesWithReference:
             yield {"items": batch["items"], **batch} if "items" in batch else batch
 
 
+class ConvertedLoader:
+    """The batches of a loader, each converted."""
+
+    def __init__(self, loader: Any, convert: Callable[[Batch], Batch]) -> None:
+        self.loader, self.convert = loader, convert
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.convert, self.loader)
+
+
 class _EqualizedLoader:
     """A loader that can be iterated several times, with the same number of batches on all ranks."""
 

@@ -299,6 +299,8 @@ class OverridableTrainer(TrlTrainer):
         return [name for name in names if self._overrides(name)]
 
     def _warn_of_overrides(self) -> None:
+        if not self._overridden:  # a script computes a loss itself
+            return
         logger.warning(
             f"{type(self).__name__} overrides {', '.join(self._overridden)}, so batches are padded and the "
             "model's forward method is called, as in TRL. Steps take longer than without the override."
