@@ -282,8 +282,8 @@ def test_sampler_written_for_trl_gives_each_prompt_once(kind, folder, tmp_path):
             return RepeatSampler(range(len(dataset)), self.num_generations, self.args.generation_batch_size, uses)
 
     class Plain(kind):
-        def _get_train_sampler(self, dataset=None):
-            return SequentialSampler(dataset)
+        def _get_train_sampler(self):
+            return SequentialSampler(self.train_dataset)
 
     options = {"num_iterations": 2, "shuffle_dataset": False, "max_steps": -1, "num_train_epochs": 1}
     found = [run(folder, tmp_path / each.__name__, each, **options)[1] for each in (CustomTrainer, Plain, kind)]

@@ -251,6 +251,15 @@ def test_get_train_sampler_override_determines_order(tmp_path):
     assert losses(ordered) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
 
 
+def test_sampler_override_without_a_dataset_determines_order(tmp_path):
+    class InOrder(Trainer):
+        def _get_train_sampler(self):
+            return SequentialSampler(self.train_dataset)
+
+    ordered = trained(tmp_path, InOrder, num_train_epochs=1)
+    assert losses(ordered) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
+
+
 def test_create_optimizer_and_create_scheduler_overrides(tmp_path):
     class CustomTrainer(Trainer):
         def create_optimizer(self, model=None):

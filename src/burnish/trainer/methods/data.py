@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -85,7 +86,7 @@ class DataMethods(LossMethods):
         else:
             collate = self._get_collator_with_removed_columns(collate, description)
         sampled = sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
-        sampler = sampler_fn(dataset) if sampled else None
+        sampler = call_sampler(sampler_fn, dataset) if sampled else None
         return loaders.make_loader(dataset, collate, batch_size, self.args, self._parallel, sampler, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -163,3 +164,12 @@ class DataMethods(LossMethods):
         self._set_signature_columns_if_needed()
         name = type(self.model).__name__
         return loaders.collator_without_unused(data_collator, self._signature_columns or [], name, description)
+
+
+def call_sampler(method: Callable[..., Any], dataset: Any) -> Any:
+    """Call ``_get_train_sampler`` or ``_get_eval_sampler`` with the dataset, which older overrides do not take."""
+    try:
+        inspect.signature(method).bind(dataset)
+    except TypeError:
+        return method()
+    return method(dataset)
