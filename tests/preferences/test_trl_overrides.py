@@ -401,8 +401,10 @@ def test_evaluation_of_the_loss_alone_does_not_ask_for_outputs(kind, folder, tmp
     assert trainer.evaluate()["eval_loss"] == pytest.approx(7)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("DPOTrainer", "dpo_loss"), ("KTOTrainer", "kto_loss")])
-def test_loss_method_of_earlier_versions_is_named(kind, name, folder, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name"), [("DPOTrainer", "dpo_loss"), ("DPOTrainer", "tokenize_row"), ("KTOTrainer", "kto_loss")]
+)
+def test_method_of_earlier_versions_is_named(kind, name, folder, tmp_path):
     subclass = type("Mine", (getattr(burnish, kind),), {name: lambda self, *args: None})
     with pytest.warns(UserWarning, match=f"Mine overrides {name}, which burnish does not call"):
         make(kind, folder / "model", tmp_path, subclass=subclass)

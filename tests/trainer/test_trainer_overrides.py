@@ -558,6 +558,19 @@ def test_item_count_of_get_batch_samples_divides_the_loss(tmp_path):
     assert losses(own)[0] == pytest.approx(losses(defaults)[0] / 2, rel=1e-5)
 
 
+def test_get_batch_samples_override_without_a_device_is_called(tmp_path):
+    calls = []
+
+    class OfEarlierVersions(Trainer):
+        def get_batch_samples(self, epoch_iterator, num_batches):
+            calls.append(num_batches)
+            return super().get_batch_samples(epoch_iterator, num_batches)
+
+    own = trained(tmp_path / "own", OfEarlierVersions, max_steps=3)
+    assert len(calls) == 3
+    assert losses(own) == pytest.approx(losses(trained(tmp_path / "usual", max_steps=3)), rel=1e-6)
+
+
 def test_batches_dropped_by_get_batch_samples_are_not_trained(tmp_path):
     class Half(Trainer):
         def get_batch_samples(self, epoch_iterator, num_batches, device):

@@ -32,8 +32,10 @@ PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 
 
 _EARLIER_METHODS = {
-    "DPOTrainer": ("concatenated_forward", "dpo_loss", "get_batch_loss_metrics"),
+    "DPOTrainer": ("concatenated_forward", "dpo_loss", "get_batch_loss_metrics", "process_row", "tokenize_row"),
+    "GRPOTrainer": ("_get_per_token_logps",),
     "KTOTrainer": ("get_batch_loss_metrics", "kto_loss"),
+    "SFTTrainer": ("_prepare_non_packed_dataloader", "_prepare_packed_dataloader"),
 }
 """Class -> methods of TRL before 1.0 that neither TRL nor burnish calls any more; scripts still override them."""
 

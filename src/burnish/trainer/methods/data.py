@@ -86,7 +86,7 @@ class DataMethods(LossMethods):
         else:
             collate = self._get_collator_with_removed_columns(collate, description)
         sampled = sampler_fn is not None and not isinstance(dataset, torch.utils.data.IterableDataset)
-        sampler = call_sampler(sampler_fn, dataset) if sampled else None
+        sampler = call_with_accepted(sampler_fn, dataset) if sampled else None
         return loaders.make_loader(dataset, collate, batch_size, self.args, self._parallel, sampler, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -123,7 +123,7 @@ class DataMethods(LossMethods):
         return loaders.training_numbers(dataloader, plan, args, rows, self.num_examples)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], Any]:
         """The micro-batches of a step, and () the number of their labels over all processes, or None without labels.
 
@@ -133,7 +133,7 @@ class DataMethods(LossMethods):
         samples = list(islice(epoch_iterator, num_batches))
         return samples, self._get_num_items_in_batch(samples, device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
         """() the number of labels of micro-batches over all processes, or None without labels."""
         if not batch_samples or not isinstance(tensors_by_name(batch_samples[0]).get("labels"), Tensor):
             return None
@@ -143,7 +143,8 @@ class DataMethods(LossMethods):
 
     def _scripted_batch_samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
         """The micro-batches of the next step, using an override of ``get_batch_samples``."""
-        samples, self._scripted_num_items = self.get_batch_samples(batches, num_batches, self._parallel.device)
+        device = self._parallel.device
+        samples, self._scripted_num_items = call_with_accepted(self.get_batch_samples, batches, num_batches, device)
         return samples
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -166,10 +167,13 @@ class DataMethods(LossMethods):
         return loaders.collator_without_unused(data_collator, self._signature_columns or [], name, description)
 
 
-def call_sampler(method: Callable[..., Any], dataset: Any) -> Any:
-    """Call ``_get_train_sampler`` or ``_get_eval_sampler`` with the dataset, which older overrides do not take."""
-    try:
-        inspect.signature(method).bind(dataset)
-    except TypeError:
-        return method()
-    return method(dataset)
+def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:
+    """Call ``method`` with those of the arguments that it takes. Overrides for earlier versions take fewer."""
+    signature = inspect.signature(method)
+    for number in range(len(args), -1, -1):
+        try:
+            signature.bind(*args[:number])
+        except TypeError:
+            continue
+        return method(*args[:number])
+    return method(*args)

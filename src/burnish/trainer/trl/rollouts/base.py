@@ -37,7 +37,7 @@ from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.base import StepInProgress
-from burnish.trainer.methods.data import call_sampler
+from burnish.trainer.methods.data import call_with_accepted
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
@@ -315,7 +315,7 @@ class RolloutTrainer(RewardMethods):
         )  # fmt: skip
 
     def _prompt_sampler(self, dataset: Any) -> Any:
-        sampler, args = call_sampler(self._get_train_sampler, dataset), self.args
+        sampler, args = call_with_accepted(self._get_train_sampler, dataset), self.args
         if not self._overrides("_get_train_sampler"):
             return sampler
         size, repeats = args.generation_batch_size or 1, args.num_iterations * self.objective.micro_batches
