@@ -681,8 +681,9 @@ def test_plain_training_arguments_are_accepted(tmp_path):
     assert (trainer.args.learning_rate, trainer.args.max_length) == (0.5, 1024)
     assert trainer.args.gradient_checkpointing is False
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.25)
+    theirs.own_value = 3
     trainer = SFTTrainer(llama(), theirs, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer())
-    assert trainer.args.learning_rate == 0.25
+    assert (trainer.args.learning_rate, trainer.args.own_value) == (0.25, 3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import datasets
 import numpy as np
@@ -185,6 +185,24 @@ def test_transformers_arguments_are_accepted(tmp_path):
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.3, report_to="none")
     trainer = Trainer(Regression(), theirs, train_dataset=points())
     assert (trainer.args.learning_rate, trainer.args.use_cpu) == (0.3, True)
+
+
+def test_own_fields_and_attributes_of_transformers_arguments_are_kept(tmp_path):
+    @dataclass
+    class WithField(transformers.TrainingArguments):
+        scale: float = 1.0
+
+    class WithArgument(transformers.TrainingArguments):
+        def __init__(self, *args, scale=1.0, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.scale = scale
+
+    for kind in (WithField, WithArgument):
+        theirs = kind(str(tmp_path), scale=0.5, use_cpu=True, report_to="none")
+        theirs.added_later = [1]
+        args = Trainer(Regression(), theirs, train_dataset=points()).args
+        assert isinstance(args, TrainingArguments)
+        assert (args.scale, args.added_later) == (0.5, [1])
 
 
 def test_model_init_creates_a_new_model_for_every_training(tmp_path):

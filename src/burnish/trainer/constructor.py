@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from transformers.data.data_collator import DataCollatorWithPadding, default_data_collator
@@ -25,6 +25,8 @@ from burnish.trainer import notes
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.notes import logger
+
+Config = TypeVar("Config", bound=TrainingArguments)
 
 PEER_METHODS = Path(__file__).parent / "peer_methods.json"
 """Class -> methods that transformers' or TRL's class of that name calls on itself; created by
@@ -96,7 +98,15 @@ def as_training_arguments(args: object, kind: type[TrainingArguments] = Training
     values = {name: value for name, value in fields_of(args, kind).items() if name in kind.__dataclass_fields__}
     if not isinstance(args, TrainingArguments):
         values["gradient_checkpointing"] = values["gradient_checkpointing_kwargs"] = None
-    return kind(**values)
+    return with_own_values(kind(**values), args)
+
+
+def with_own_values(converted: Config, args: object) -> Config:
+    """``converted``, with the attributes of ``args`` that only its class, or the script, has."""
+    for name, value in vars(args).items():
+        if not name.startswith("_") and not hasattr(converted, name):
+            setattr(converted, name, value)
+    return converted
 
 
 def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from burnish.models.options import ModelOptions
 from burnish.models.source import check_model_path, refuse_unavailable
 from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
-from burnish.trainer.constructor import fields_of, value_and_type
+from burnish.trainer.constructor import fields_of, value_and_type, with_own_values
 from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.utils.json_files import read_object
@@ -49,7 +49,8 @@ def resolve_config(kind: type[Config], args: Any, model: Any) -> Config:
         name = model if isinstance(model, str) else model_id(model)
         return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
     known = kind.__dataclass_fields__
-    return kind(**{name: value for name, value in fields_of(args, kind).items() if name in known and known[name].init})
+    values = {name: value for name, value in fields_of(args, kind).items() if name in known and known[name].init}
+    return with_own_values(kind(**values), args)
 
 
 def check_model(model: Any, argument: str = "model") -> None:
