@@ -729,6 +729,20 @@ def test_adapter_is_rejected_if_repeated_or_on_the_head(tmp_path):
         make(tmp_path, TEXTS, trainer={"peft_config": on_head})
 
 
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        (TEXTS, "Use `Dataset.from_list(rows)`."),
+        (DatasetDict(train=Dataset.from_list(TEXTS)), 'Pass one of its splits, such as `dataset["train"]`.'),
+        (tuple(TEXTS), "Use `Dataset.from_list` or `IterableDataset.from_generator`."),
+    ],
+    ids=["list", "splits", "other"],
+)
+def test_other_datasets_are_rejected_with_the_conversion(tmp_path, rows, remedy):
+    with pytest.raises(TypeError, match=re.escape(remedy)):
+        SFTTrainer(llama(), SFTConfig(str(tmp_path)), train_dataset=rows, processing_class=tokenizer())
+
+
 def test_unprepared_dataset_requires_masks_as_labels(tmp_path):
     skip = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     with pytest.raises(ValueError, match="mask columns but no 'labels'"):

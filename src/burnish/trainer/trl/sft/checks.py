@@ -56,9 +56,18 @@ def check_sft_sets(train_dataset: Any) -> None:
     if not is_datasets_set(train_dataset) and (
         datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
     ):
-        raise TypeError(
-            f"`train_dataset` must be a `Dataset` or `IterableDataset`. Received: `{type(train_dataset).__name__}`."
-        )
+        name = type(train_dataset).__name__
+        remedy = _DATASET_OF.get(name, "Use `Dataset.from_list` or `IterableDataset.from_generator`.")
+        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`. Received: `{name}`. {remedy}")
+
+
+_DATASET_OF = {
+    "DatasetDict": 'Pass one of its splits, such as `dataset["train"]`.',
+    "IterableDatasetDict": 'Pass one of its splits, such as `dataset["train"]`.',
+    "dict": "Use `Dataset.from_dict(columns)`.",
+    "list": "Use `Dataset.from_list(rows)`.",
+}
+"""Class of another dataset -> how to get a ``Dataset`` from it."""
 
 
 def check_objective(
