@@ -101,12 +101,12 @@ def as_training_arguments(args: object, kind: type[TrainingArguments] = Training
     return with_own_values(kind(**values), args)
 
 
-def with_own_values(converted: Config, args: object) -> Config:
-    """``converted``, with the attributes of ``args`` that only its class, or the script, has."""
-    for name, value in vars(args).items():
-        if not name.startswith("_") and not hasattr(converted, name):
-            setattr(converted, name, value)
-    return converted
+def with_own_values(args: Config, given: object) -> Config:
+    """``args``, with the attributes of ``given`` that only its class, or the script, has."""
+    for name, value in vars(given).items():
+        if not name.startswith("_") and not hasattr(args, name):
+            setattr(args, name, value)
+    return args
 
 
 def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:

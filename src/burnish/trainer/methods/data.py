@@ -144,6 +144,7 @@ class DataMethods(LossMethods):
     def _scripted_batch_samples(self, batches: Iterator[Any], num_batches: int) -> list[Any]:
         """The micro-batches of the next step, using an override of ``get_batch_samples``."""
         device = self._parallel.device
+        samples: list[Any]
         samples, self._scripted_num_items = call_with_accepted(self.get_batch_samples, batches, num_batches, device)
         return samples
 
