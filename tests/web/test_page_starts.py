@@ -100,6 +100,29 @@ def test_harmless_values_of_risky_options_and_all_defaults_are_accepted(page, ro
     assert len(started_commands) == 1
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ("exact_match_reward", 201),
+        ("exact_match_reward, think_format_reward", 201),
+        ("rewards.py:mine", 422),
+        ("os.system", 422),
+        (["exact_match_reward", {"exact_match_reward": {}}], 422),
+    ],
+)
+def test_only_built_in_reward_functions_can_be_set(page, root, started_commands, rewards, expected) -> None:
+    values = {**USUAL, "stage": "grpo", "output_dir": "saves/new", "reward_funcs": rewards}
+    assert page.send("POST", "/api/runs", {"values": values})[0] == expected
+    assert len(started_commands) == (expected == 201)
+
+
+def test_form_offers_the_built_in_reward_functions(page) -> None:
+    form = json.loads(page.send("GET", "/api/form")[2])
+    field = next(one for one in form["fields"] if one["name"] == "reward_funcs")
+    assert "exact_match_reward" in field["choices"]
+    assert "reward_funcs" not in form["risky"]
+
+
 def test_resume_keeps_run_yaml_until_the_run_accepts_the_options(page, root, started_commands) -> None:
     sent_run(root, {**USUAL, "output_dir": "sent"})
     before = (root / "sent" / "run.yaml").read_text()

@@ -89,7 +89,7 @@ class RolloutOptions(CompletionFields, RolloutLossOptions):
     # --- rewards ---
     reward_funcs: list[Any] | None = option(
         None, "Reward functions: a built-in, file.py:name, package.module.name, or {name: {arguments}}.",
-        names_place=True, risky="it runs Python code",
+        names_place=True, risky="it runs Python code", harmless=FUNCTIONS,
     )  # fmt: skip
     on_changed_reward: str = option(
         "stop",

@@ -64,7 +64,7 @@ class Form:
         }
         shown = [
             {part: field[part] for part in SHOWN if part == "default" or field.get(part) not in (None, "", [])}
-            for field in fields
+            for field in ({**one, "choices": one["choices"] or one["harmless"]} for one in fields)
         ]
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(
