@@ -2,9 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { WHOLE, csv, groups, concatenated, definedPoints, rangeOf, tokenRates, smoothed } = await import(
-  at("curves.js")
-);
+const { WHOLE, csv, concatenated, definedPoints, rangeOf, tokenRates, smoothed } = await import(at("curves.js"));
 
 test("noise on a level curve takes a small part of the axis", () => {
   const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
@@ -59,34 +57,4 @@ test("pieces of a log are joined, with gaps where a column is new", () => {
   });
   assert.deepEqual(definedPoints([1, 2, 3], [5, null, 7]), { x: [1, 3], y: [5, 7] });
   assert.equal(csv({ step: [1], loss: [null] }), "step,loss\n1,");
-});
-test("a run of rollouts shows its reward first, others their loss, and no column twice", () => {
-  const rollouts = { step: [1], loss: [1], reward: [0.5], "rewards/format/mean": [1], kl: [0], lr: [1], rate: [3] };
-  const names = groups(rollouts).map((one) => one.name);
-  assert.equal(names[0], "reward");
-  assert.deepEqual(names, [...new Set(names)]);
-  assert.deepEqual(
-    groups({ step: [1], loss: [1], eval_loss: [2] }).map((one) => [one.name, one.points]),
-    [["loss", "eval_loss"]],
-  );
-  assert.deepEqual(
-    groups({ step: [1], loss: [1], kl: [1], eval_kl: [2] }).map((one) => [one.name, one.points]),
-    [
-      ["loss", undefined],
-      ["kl", "eval_kl"],
-    ],
-  );
-  const preferences = groups({
-    step: [1],
-    loss: [1],
-    "rewards/chosen": [1],
-    "rewards/rejected": [0],
-    "rewards/margins": [1],
-    "logps/chosen": [-1],
-    "logps/rejected": [-2],
-  });
-  assert.deepEqual(
-    preferences.map((one) => one.name),
-    ["loss", "chosen_rejected", "margins", "logps"],
-  );
 });

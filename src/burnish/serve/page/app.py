@@ -41,7 +41,7 @@ from burnish.serve.page.runs.series import line_chart, series, small_line_chart
 from burnish.serve.page.session import COOKIE, SESSION_LIFETIME_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
-from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
+from burnish.serve.page.words import LANGUAGES, requested_language, translator
 
 HERE = Path(__file__).parent
 SHEETS: Mapping[str, tuple[str, ...]] = {
@@ -154,10 +154,9 @@ class Pages:
         run = await self.site.run(request.path_params["id"])
         columns, _ = await asyncio.to_thread(series, run.folder)
         language = requested_language(request)
-        texts = page_words(language)
         text = self.templates.get_template("report.html").render(
-            t=translator(language), language=language, run=self.site.facts([run])[0], launch=run.launch, known=texts,
-            curves=list(curves(columns)), options=table(run_yaml_text(run.folder)),
+            t=translator(language), language=language, run=self.site.facts([run])[0],
+            launch=run.launch, curves=list(curves(columns)), options=table(run_yaml_text(run.folder)),
             warnings=[warning.text(language) for warning in warnings_of(run, columns)],
         )  # fmt: skip
         name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.name)

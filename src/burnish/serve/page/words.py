@@ -16,8 +16,9 @@ LANGUAGES = ("en", "zh")
 
 @cache
 def page_words(language: str) -> Mapping[str, str]:
-    found: dict[str, str] = json.loads((FOLDER / f"{language}.json").read_text(encoding="utf-8"))
-    return found
+    """Texts of all pages, and those of runs, which only the pages of runs load."""
+    files = (FOLDER / f"{language}.json", FOLDER / f"run.{language}.json")
+    return {key: text for file in files for key, text in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 @cache

@@ -26,8 +26,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _KNOWN = {"total_steps", "percentage", "elapsed_time", "remaining_time", "step_seconds", "total_flos", "waiting",
           "accuracy"}.union(*_KEYS.values())  # fmt: skip
-_METRIC = re.compile(r"[A-Za-z][\w./-]{0,63}")
-_MOST_METRICS = 48
+_METRIC = re.compile(r"[A-Za-z][\w./@-]{0,63}")
+_MOST_METRICS = 80
 MOST_ROWS = 200_000
 MOST_BYTES, _PIECE_BYTES = 64 * 2**20, 2**20
 _LARGEST = 1e300

@@ -14,12 +14,19 @@ from burnish.serve.page.runs.log_columns import Columns
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM = 640, 220, 56, 20, 24
 _MOST_POINTS = 400
-_CURVES = ("loss", "reward", "eval_loss", "rewards/accuracies", "rewards/margins", "kl", "lr", "grad_norm")
+_CURVES = {
+    "loss": "loss", "reward": "reward", "eval_loss": "eval_loss", "rewards/accuracies": "accuracies",
+    "accuracy": "accuracies", "rewards/margins": "margins", "margin": "margins", "kl": "kl", "objective/kl": "kl",
+    "entropy": "entropy", "ppo/entropy": "entropy", "completions/mean_length": "lengths", "lr": "lr",
+    "grad_norm": "grad_norm",
+}  # fmt: skip
+"""Column -> key of its name in ``words/*.json``."""
 
 
 @dataclass(frozen=True)
 class ReportCurve:
-    """One chart: the points of its line in a box of ``WIDTH`` x ``HEIGHT``, and the marks of its axes."""
+    """One chart: the key of its name, the points of its line in a box of ``WIDTH`` x ``HEIGHT``, and the marks of its
+    axes."""
 
     name: str
     points: str
@@ -37,7 +44,7 @@ def curves(columns: Columns) -> Iterator[ReportCurve]:
             if isinstance(value, int | float) and isinstance(step, int | float)
         ]
         if len(pairs) > 1:
-            yield _curve(name, pairs)
+            yield _curve(_CURVES[name], pairs)
 
 
 def _curve(name: str, pairs: Sequence[tuple[float, float]]) -> ReportCurve:

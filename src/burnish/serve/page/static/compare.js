@@ -1,14 +1,15 @@
 // @ts-check
 // Comparison of several runs: charts with a legend, metrics, and differing options.
 import { Chart } from "./chart.js";
-import { xValues, groups, concatenated, definedPoints, tokenRates } from "./curves.js";
+import { xValues, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, el, figure } from "./dom.js";
 import { optionsOf, short, shortOption } from "./format.js";
-import { onRedraw, titleOf } from "./lines.js";
+import { onRedraw } from "./lines.js";
+import { fullNameOf, groups } from "./metrics.js";
 import { follow, get } from "./net.js";
-import { language, ready, t } from "./words.js";
+import { language, loadRunWords, ready, t } from "./words.js";
 
-await ready;
+await Promise.all([ready, loadRunWords()]);
 const MOST = 8;
 const box = $("#chosen");
 /** @type {string[]} */
@@ -58,19 +59,20 @@ function draw() {
   /** @type {Map<string, any>} */
   const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: tokenRates(series.get(id)) }]));
   const merged = Object.assign({ step: [] }, ...[...all.values()]);
-  const wanted = groups(merged).flatMap((group) => [
-    ...group.columns.map((name) => ({ ...group, name: group.columns.length > 1 ? name : group.name, column: name })),
-    ...(group.points && group.points !== group.columns[0]
-      ? [{ ...group, name: group.points, column: group.points, smooth: false }]
-      : []),
-  ]);
+  const wanted = groups(merged).flatMap((group) =>
+    [...group.columns, ...group.points].map((column) => ({
+      ...group,
+      name: column,
+      smooth: group.smooth && !group.points.includes(column),
+    })),
+  );
   for (const [name, chart] of charts)
     if (!wanted.some((one) => one.name === name)) {
       chart.remove();
       charts.delete(name);
     }
   for (const [place, one] of wanted.entries()) {
-    const title = titleOf(one.name);
+    const title = fullNameOf(one.name, t);
     if (!charts.has(one.name))
       charts.set(
         one.name,
@@ -86,7 +88,7 @@ function draw() {
     const curves = chosen
       .map((id, place) => ({
         label: label(place),
-        ...definedPoints(xValues(all.get(id), kind), all.get(id)[one.column] ?? []),
+        ...definedPoints(xValues(all.get(id), kind), all.get(id)[one.name] ?? []),
         smoothing: one.smooth ? smoothing : 0,
         color: place,
       }))

@@ -1,8 +1,7 @@
 // @ts-check
-// Calculations for charts: smoothing, axis ranges, rates, groups of columns. Does not access the DOM.
+// Calculations for charts: smoothing, axis ranges, rates. Does not access the DOM.
 
 /** @typedef {Record<string, any[]>} Columns */
-/** @typedef {{name: string, columns: string[], points?: string, smooth?: boolean, zero?: boolean, unit?: string}} Group */
 
 /** @param {any[]} values @returns {(number | null)[]} */
 export const numbers = (values) => values.map((value) => (typeof value === "number" ? value : null));
@@ -97,84 +96,3 @@ export const csv = (columns) => {
     ...columns.step.map((_, place) => names.map((name) => columns[name][place] ?? "").join(",")),
   ].join("\n");
 };
-const OWN = [
-  "step",
-  "loss",
-  "eval_loss",
-  "lr",
-  "grad_norm",
-  "tokens_per_s",
-  "memory_bytes",
-  "epoch",
-  "time",
-  "tokens",
-  "rate",
-];
-const METHODS = [
-  "reward",
-  "chosen_rejected",
-  "margins",
-  "accuracies",
-  "functions",
-  "lengths",
-  "kl",
-  "entropy",
-  "logps",
-  "logits",
-  "mean_token_accuracy",
-];
-
-/**
- * Charts of a run, the main one first: the reward if the run has one, otherwise the loss.
- * @param {Columns} columns @returns {Group[]}
- */
-export function groups(columns) {
-  const has = (/** @type {string} */ name) => columns[name]?.some((value) => value !== null);
-  const like = (/** @type {RegExp} */ pattern) =>
-    Object.keys(columns).filter((name) => pattern.test(name) && has(name));
-  const loss = {
-    name: "loss",
-    columns: like(/^loss$/),
-    points: has("eval_loss") ? "eval_loss" : undefined,
-    smooth: true,
-  };
-  if (!loss.columns.length && loss.points) loss.columns = ["eval_loss"];
-  /** @type {Group[]} */
-  const methods = [
-    { name: "reward", columns: like(/^reward$/), smooth: true },
-    { name: "chosen_rejected", columns: like(/^rewards\/(chosen|rejected)$/), smooth: true },
-    { name: "margins", columns: like(/^rewards\/margins$/), smooth: true },
-    { name: "accuracies", columns: like(/^rewards\/accuracies$/), smooth: true },
-    { name: "functions", columns: like(/^rewards\/.+\/mean$/), smooth: true },
-    { name: "lengths", columns: like(/^completions\/.*(mean_|max_|min_)?length$/), zero: true },
-    { name: "kl", columns: like(/^kl$/), zero: true },
-    { name: "entropy", columns: like(/^entropy$/), zero: true },
-    { name: "mean_token_accuracy", columns: like(/^mean_token_accuracy$/), smooth: true, zero: true },
-    { name: "logps", columns: like(/^logps\/(chosen|rejected)$/), smooth: true },
-    { name: "logits", columns: like(/^logits\/(chosen|rejected)$/), smooth: true },
-  ];
-  const shown = new Set([...OWN, ...methods.flatMap((group) => group.columns)]);
-  const rest = Object.keys(columns)
-    .filter((name) => !shown.has(name) && has(name))
-    .map((name) => ({ name, columns: [name], smooth: false }));
-  const machine = [
-    { name: "lr", columns: like(/^lr$/), zero: true },
-    { name: "grad_norm", columns: like(/^grad_norm$/), smooth: true, zero: true },
-    {
-      name: "rate",
-      columns: like(/^tokens_per_s$|^tokens$/)
-        .slice(0, 1)
-        .map(() => "rate"),
-      zero: true,
-    },
-    { name: "memory_bytes", columns: like(/^memory_bytes$/), zero: true, unit: "bytes" },
-  ];
-  const first = has("reward") ? [methods[0], loss, ...methods.slice(1)] : [loss, ...methods];
-  /** @type {Group[]} */
-  const all = [...first, ...machine, ...rest].filter((group) => group.columns.length);
-  for (const group of all)
-    if (group.columns.length === 1 && has(`eval_${group.columns[0]}`)) group.points = `eval_${group.columns[0]}`;
-  return all.filter((group) => !all.some((other) => other !== group && other.points === group.name));
-}
-/** Whether a chart name has a translation. @param {string} name */
-export const isNamed = (name) => METHODS.includes(name) || OWN.includes(name);

@@ -1,8 +1,9 @@
 // @ts-check
 // Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
-import { isNamed, numbers, smoothed } from "./curves.js";
+import { numbers, smoothed } from "./curves.js";
 import { $, el, figure, setFigure } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
+import { fullNameOf } from "./metrics.js";
 import { language, t } from "./words.js";
 
 export const COLORS = 8;
@@ -67,7 +68,7 @@ export function table(columns) {
       el(
         "tr",
         {},
-        names.map((name) => el("th", { scope: "col", class: "number" }, t(name))),
+        names.map((name) => el("th", { scope: "col", class: "number" }, fullNameOf(name, t))),
       ),
     ),
     el(
@@ -95,15 +96,6 @@ export const onRedraw = (draw) => {
     }
   });
 };
-/** Return the title of a chart. @param {string} name */
-export const titleOf = (name) => (name === "rate" ? t("tokens_per_s") : isNamed(name) ? t(name) : name);
-/** Return the name of a column in a legend. @param {string} name */
-export const nameOf = (name) =>
-  name === "rate"
-    ? t("tokens_per_s")
-    : isNamed(name)
-      ? t(name)
-      : name.replace(/^(rewards|completions|logps|logits)\/|\/mean$/g, "");
 /**
  * Show the last reward instead of the loss in the first tile if the run has rewards.
  * @param {import("./curves.js").Columns} columns @param {any} loss the last loss of the run

@@ -3,13 +3,24 @@
 import { $, el } from "./dom.js";
 import { bytes, clock, plain, visible } from "./format.js";
 import { get, up } from "./net.js";
-import { language, t } from "./words.js";
+import { language, optionalText, t } from "./words.js";
 
 /** @param {string} name */
 export const panel = (name) => $(`#panel-${name}`);
+/** The text of an event in the language of the page, if it is one of burnish's usual events. @param {any} event */
+function eventText({ kind, text }) {
+  const name = kind === "stage" ? text : kind === "evaluation" && text !== "evaluated" ? "evaluation_loss" : kind;
+  if (optionalText(`event_${name}`) === undefined) return text;
+  return t(`event_${name}`, { step: /\d*$/.exec(text)?.[0], value: /\S*$/.exec(text)?.[0] });
+}
 /** @param {any} event */
 export const eventLine = (event) =>
-  el("li", {}, el("small", {}, `${clock(event.time, language)} · ${t("step")} ${event.step}`), visible(event.text));
+  el(
+    "li",
+    {},
+    el("small", {}, `${clock(event.time, language)} · ${t("step")} ${event.step}`),
+    visible(eventText(event)),
+  );
 /** @param {any} run */
 export function fillPanels(run) {
   const id = run.id;

@@ -1,15 +1,16 @@
 // @ts-check
 // One run: tiles, charts, state, log and checkpoints, updated live from its files.
 import { Chart } from "./chart.js";
-import { nameOf, onRedraw, showReward, table, titleOf } from "./lines.js";
-import { xValues, csv, groups, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
+import { xValues, csv, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
+import { onRedraw, showReward, table } from "./lines.js";
+import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
 import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
-import { language, optionalText, ready, t } from "./words.js";
+import { language, loadRunWords, optionalText, ready, t } from "./words.js";
 
-await ready;
+await Promise.all([ready, loadRunWords()]);
 const id = $("#run").dataset.run,
   isTraining = Boolean($("#charts"));
 const ALIVE = ["starting", "running", "saving", "evaluating", "stopping"];
@@ -45,7 +46,7 @@ function draw() {
       charts.delete(name);
     }
   for (const [place, group] of wanted.entries()) {
-    const title = titleOf(group.name);
+    const title = titleOf(group.name, t);
     if (!charts.has(group.name))
       charts.set(
         group.name,
@@ -55,31 +56,23 @@ function draw() {
           height: place === 0 ? 356 : 136,
           unit: group.unit,
           columns: () =>
-            Object.fromEntries(
-              ["step", ...group.columns, ...(group.points ? [group.points] : [])].map((name) => [
-                name,
-                shown[name] ?? [],
-              ]),
-            ),
+            Object.fromEntries(["step", ...group.columns, ...group.points].map((name) => [name, shown[name] ?? []])),
         }),
       );
   }
   for (const group of wanted) {
+    /** @type {import("./chart.js").Curve[]} */
     const curves = group.columns.map((name, place) => ({
-      label: nameOf(name),
+      label: nameOf(name, t),
       ...definedPoints(x, shown[name]),
       smoothing: group.smooth ? smoothing : 0,
       color: place,
     }));
-    if (group.points && group.columns[0] !== group.points)
-      curves.push(
-        /** @type {any} */ ({
-          label: group.points === "eval_loss" ? t("eval_loss") : group.points,
-          ...definedPoints(x, shown[group.points]),
-          points: true,
-          color: 1,
-        }),
-      );
+    for (const name of group.points) {
+      const place = group.columns.indexOf(name.slice("eval_".length));
+      const color = group.columns.length > 1 && place >= 0 ? place : group.columns.length;
+      curves.push({ label: nameOf(name, t), ...definedPoints(x, shown[name]), points: true, color });
+    }
     charts.get(group.name)?.draw(curves, {
       log: $("#log-scale").checked && group.name === "loss",
       zero: group.zero,

@@ -4,12 +4,15 @@
 const root = document.documentElement;
 export const language = root.lang;
 /** @type {Record<string, string>} */
-let words = {};
-export const ready = fetch(root.dataset.words ?? "")
-  .then((response) => response.json())
-  .then((found) => {
-    words = found;
-  });
+const words = {};
+/** @param {string} [prefix] of the file's name */
+const load = async (prefix = "") => {
+  const response = await fetch((root.dataset.words ?? "").replace(/[^/]+$/, `${prefix}$&`));
+  Object.assign(words, await response.json());
+};
+export const ready = load();
+/** Load the texts of runs: names of metrics and events, warnings. */
+export const loadRunWords = () => load("run.");
 
 /** Return a text of the page with its {placeholders} filled in. @param {string} key @param {Record<string, any>} values */
 export function t(key, values = {}) {
