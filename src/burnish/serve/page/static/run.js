@@ -8,6 +8,7 @@ import { onRedraw, showReward, table } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
 import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
+import { isRewardModel } from "./targets.js";
 import { language, loadRunWords, optionalText, ready, t } from "./words.js";
 
 await Promise.all([ready, loadRunWords()]);
@@ -147,6 +148,7 @@ function show(run) {
   if (state.textContent !== text) {
     state.textContent = text;
     notify(`${facts.title}: ${text}`);
+    if (!isTraining && !alive) location.reload(); // its results
   }
   state.className = `state ${facts.state}`;
   $("#progress-line").hidden = !facts.total;
@@ -213,6 +215,7 @@ if (isTraining) {
 /** @param {any} run */
 function fill(run) {
   stage = run.events.findLast((/** @type {any} */ event) => event.kind === "stage")?.text ?? "";
+  $("#to-chat").hidden = isRewardModel(run.yaml);
   fillPanels(run);
 }
 const first = await get(`api/runs/${id}`);
@@ -229,6 +232,8 @@ following = follow(
       columns = concatenated(columns, data.columns);
       later();
       if (data.columns.eval_loss) updateWarnings();
+      if (data.columns["completions/mean_length"] && $("#tab-completions").hidden)
+        void get(`api/runs/${id}`).then(fillPanels);
     } else if (name === "run") show(data);
     else if (name === "event") {
       if (data.kind === "stage") stage = data.text;

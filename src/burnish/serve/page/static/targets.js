@@ -6,8 +6,10 @@ import { t } from "./words.js";
 
 /** @typedef {{label: string, group: string, body: Record<string, any>, folder: string}} Target */
 
-/** @param {boolean} withModels folders that are no run too @returns {Promise<Map<string, Target>>} */
-export async function findTargets(withModels = true) {
+/** Whether the options of a run say that it trains a reward model, which generates no text. @param {string} yaml */
+export const isRewardModel = (yaml) => /^stage: "?rm\b/m.test(yaml);
+/** @param {(run: any) => boolean} isWanted whether to list a run, by its details @returns {Promise<Map<string, Target>>} */
+export async function findTargets(isWanted = () => true) {
   const [{ runs }, { models, named }] = await Promise.all([get("api/runs"), get("api/models")]);
   /** @type {Map<string, Target>} */
   const found = new Map();
@@ -22,6 +24,7 @@ export async function findTargets(withModels = true) {
     usable.map((/** @type {any} */ run) => (run.checkpoint ? get(`api/runs/${run.id}`).catch(() => null) : null)),
   );
   for (const [place, run] of usable.entries()) {
+    if (details[place] && !isWanted(details[place])) continue;
     found.set(run.id, { label: run.title, group: t("runs_title"), body: { run: run.id }, folder: run.folder });
     for (const step of (details[place]?.checkpoints ?? []).toReversed().slice(0, 8)) {
       found.set(`${run.id}/${step}`, {
@@ -35,15 +38,14 @@ export async function findTargets(withModels = true) {
   const ofRuns = usable.map((/** @type {any} */ run) => `${run.folder}/`);
   const isOfRun = (/** @type {string} */ path) =>
     ofRuns.some((/** @type {string} */ one) => `${path}/`.startsWith(one));
-  if (withModels)
-    for (const model of models)
-      if (model.kind === "model" && !isOfRun(model.path))
-        found.set(`path:${model.path}`, {
-          label: model.path,
-          group: t("models"),
-          body: { path: model.path },
-          folder: model.path,
-        });
+  for (const model of models)
+    if (model.kind === "model" && !isOfRun(model.path))
+      found.set(`path:${model.path}`, {
+        label: model.path,
+        group: t("models"),
+        body: { path: model.path },
+        folder: model.path,
+      });
   return found;
 }
 /** Create the grouped options of a select. @param {Map<string, Target>} targets @param {string} chosen @param {string} [none] */
