@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -59,16 +60,27 @@ def test_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
     assert put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")[0] == 422
 
 
-def test_hub_is_searched_on_request_and_reports_if_unreachable(page, monkeypatch) -> None:
+def test_hub_is_searched_on_request(page, monkeypatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    result = [SimpleNamespace(id="org/model", downloads=5)]
-    monkeypatch.setattr(hub.HfApi, "list_models", lambda self, **options: result if options["search"] == "mod" else [])
-    assert page.get("/api/hub?kind=model&q=mod")["found"] == [{"name": "org/model", "downloads": 5}]
+    asked = []
 
-    def unreachable(self, **options):
-        raise OSError("no route")
+    def get(address, params, headers, timeout):
+        asked.append((address.rpartition("/api/")[2], params["search"], timeout))
+        result = [{"id": "org/model", "downloads": 5}, {"id": "org/other"}]
+        return SimpleNamespace(raise_for_status=lambda: None, json=lambda: result)
 
-    monkeypatch.setattr(hub.HfApi, "list_datasets", unreachable)
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(get=get))
+    found = [{"name": "org/model", "downloads": 5}, {"name": "org/other", "downloads": None}]
+    assert page.get("/api/hub?kind=model&q=mod")["found"] == found
+    assert page.get("/api/hub?kind=dataset&q=x")["found"] == found
+    assert asked == [("models", "mod", 5.0), ("datasets", "x", 5.0)]
+    assert page.send("GET", "/api/hub?q=")[0] == 422
+
+
+def test_search_gives_up_at_once_if_the_hub_is_unreachable(page, monkeypatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    begun_s = time.monotonic()
     status, _, text = page.send("GET", "/api/hub?kind=dataset&q=x")
     assert (status, json.loads(text)["error"]["code"]) == (502, "hub_unreachable")
-    assert page.send("GET", "/api/hub?q=")[0] == 422
+    assert time.monotonic() - begun_s < 3

@@ -25,6 +25,7 @@ from burnish.serve.page.runs.runs import DEPTH, run_folders
 from burnish.serve.page.site import Answer, Site
 
 MOST_FOUND, MOST_UPLOAD_BYTES = 200, 2**30
+_HUB_S = 5.0
 UPLOADS, _SUFFIXES = "data", (".jsonl", ".json", ".csv", ".parquet")
 _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
@@ -140,23 +141,26 @@ def _is_file(path: Path) -> bool:
 
 
 def search_hub(query: str, kind: str) -> list[dict[str, Any]]:
-    """Search the hub.
+    """Search the hub, with one attempt of ``_HUB_S`` seconds: a visitor waits for the answer.
 
     Raises:
         APIError: 502 if it cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.utils import build_hf_headers
 
-    hub = HfApi()
-    list_all: Any = hub.list_datasets if kind == "dataset" else hub.list_models
+    address = f"{constants.ENDPOINT}/api/{'datasets' if kind == 'dataset' else 'models'}"
+    question = {"search": query, "sort": "downloads", "limit": 20}
     try:
-        found = list(list_all(search=query, sort="downloads", limit=20))
+        answer = get_session().get(address, params=question, headers=build_hf_headers(), timeout=_HUB_S)
+        answer.raise_for_status()
+        found = answer.json()
+        return [{"name": one["id"], "downloads": one.get("downloads")} for one in found]
     except Exception as error:  # requests, httpx and the hub's own errors, by version
         message = (
             f"The Hugging Face Hub cannot be reached: {str(error).splitlines()[0][:200] if str(error) else error!r}"
         )
         raise APIError(502, "hub_unreachable", message) from error
-    return [{"name": one.id, "downloads": getattr(one, "downloads", None)} for one in found]
 
 
 def _facts_of(config: Path) -> dict[str, Any]:
