@@ -90,13 +90,18 @@ export function menu(label, items) {
     el("summary", { class: "button quiet square", "aria-label": label, title: label }, icon("more")),
     el("div", { class: "items" }, items),
   );
-  node.addEventListener("click", (/** @type {any} */ event) => {
-    if (event.target.closest(".items > *")) node.open = false;
-  });
   return node;
 }
-document.addEventListener("click", (event) => {
-  for (const open of $$("details.menu[open]")) if (!open.contains(event.target)) open.open = false;
+document.addEventListener(
+  "click",
+  (/** @type {any} */ { target }) => {
+    if (target.closest("details.menu .items > *")) $("summary", target.closest("details")).focus(); // a dialog returns to it
+  },
+  { capture: true },
+);
+document.addEventListener("click", (/** @type {any} */ { target }) => {
+  for (const open of $$("details.menu[open]"))
+    if (!open.contains(target) || target.closest("details.menu .items > *")) open.open = false;
 });
 document.addEventListener("keydown", (event) => {
   const open = event.key === "Escape" && $("details.menu[open]");
