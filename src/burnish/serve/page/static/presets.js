@@ -4,10 +4,28 @@ import { $, el, notify } from "./dom.js";
 import { Failed, send } from "./net.js";
 import { t } from "./words.js";
 
-const KEPT_ASIDE = /^(output_dir|overwrite_output_dir|resume_from_checkpoint):/; // of one run, and of no other
+const KEPT_ASIDE = ["output_dir", "overwrite_output_dir", "resume_from_checkpoint"]; // of one run, and of no other
+/** Values of the form as YAML. Text is quoted as in JSON, which is valid YAML. @param {Record<string, any>} values */
+const yamlOf = (values) =>
+  Object.entries(values)
+    .filter(([name]) => !KEPT_ASIDE.includes(name))
+    .map(([name, value]) => `${name}: ${/^(-?[\d.]+(e[+-]?\d+)?|true|false)$/i.test(value) ? value : JSON.stringify(value)}\n`)
+    .join("");
 
-/** @param {any} found of api/form @param {(values: Record<string, any>) => void} take */
-export function presets(found, take) {
+/**
+ * @param {any} found of api/form @param {(values: Record<string, any>) => void} take
+ * @param {() => Record<string, any>} current the values of the form
+ */
+export function presets(found, take, current) {
+  /** Values of the preset or the YAML that was taken last. @type {Record<string, any>} */
+  let taken = {};
+  /** Take other values instead of those taken last, of which changed ones are kept. @param {Record<string, any>} values */
+  function replace(values) {
+    const now = current();
+    const left = Object.keys(taken).filter((name) => !(name in values) && String(now[name]) === String(taken[name]));
+    taken = values;
+    take({ ...Object.fromEntries(left.map((name) => [name, ""])), ...values });
+  }
   const own = new Set(Object.keys(found.own_presets)),
     allPresets = { ...found.presets, ...found.own_presets };
   /** @param {string} chosen */
@@ -32,7 +50,7 @@ export function presets(found, take) {
   show("");
   $("#preset").addEventListener("change", (/** @type {any} */ { target }) => {
     $("#drop-preset").hidden = !own.has(target.value);
-    take(allPresets[target.value] ?? {});
+    replace(allPresets[target.value] ?? {});
   });
   const dialog = $("#preset-dialog");
   $("#save-preset").addEventListener("click", () => {
@@ -43,10 +61,7 @@ export function presets(found, take) {
   $("#preset-cancel").addEventListener("click", () => dialog.close());
   const keep = async () => {
     const name = $("#preset-name").value,
-      text = $("#yaml")
-        .textContent.split("\n")
-        .filter((/** @type {string} */ line) => !KEPT_ASIDE.test(line))
-        .join("\n");
+      text = yamlOf(current());
     try {
       await send("PUT", `api/presets/${encodeURIComponent(name)}`, { text });
       own.add(name);
@@ -82,6 +97,6 @@ export function presets(found, take) {
       return;
     }
     $("#yaml-dialog").close();
-    take(values);
+    replace(values);
   });
 }
