@@ -281,6 +281,64 @@ def test_form_is_saved_as_preset_and_restored(visitor, server) -> None:
     visitor.wait_for_selector("#preset option[value=mine]", state="detached")
 
 
+def test_preset_replaces_the_values_of_the_one_before(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_selector("#box-model_name_or_path")
+    visitor.select_option("#preset", "DPO")
+    assert visitor.input_value("#box-stage") == "dpo"
+    visitor.fill("#box-num_train_epochs", "7")
+    visitor.select_option("#preset", "LoRA")
+    assert visitor.input_value("#box-stage") == ""
+    assert visitor.input_value("#box-learning_rate") == "0.0001"
+    visitor.fill("#box-num_train_epochs", "8")
+    visitor.select_option("#preset", "")
+    assert visitor.input_value("#box-learning_rate") == ""
+    assert visitor.input_value("#box-num_train_epochs") == "8"
+
+
+def test_preset_is_saved_from_the_form_before_the_plan_is_ready(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_selector("#box-model_name_or_path")
+    visitor.fill("#box-learning_rate", "3e-4")
+    click_menu_item(visitor, "#save-preset")
+    visitor.fill("#preset-name", "quick")
+    visitor.click("#preset-keep")
+    visitor.get_by_text("Saved as quick.").wait_for()
+    assert next(server.home.rglob("quick.yaml")).read_text() == "learning_rate: 3e-4\n"
+
+
+def test_problem_without_a_visible_field_is_shown_and_its_value_can_be_removed(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    fill(visitor)
+    visitor.wait_for_selector("#start:not([disabled])")
+    for name, text in (("learning_rat", "learning_rat: 3"), ("trust_remote_code", "trust_remote_code: true")):
+        click_menu_item(visitor, "#load-yaml")
+        visitor.fill("#yaml-text", text)
+        visitor.click("#yaml-take")
+        visitor.locator("#problems", has_text=name).wait_for()
+        visitor.locator("#problems button", has_text=name).click()
+        visitor.wait_for_selector("#start:not([disabled])")
+    visitor.fill("#box-max_steps", "many")
+    visitor.evaluate("for (const one of document.querySelectorAll('.topic')) one.open = false")
+    visitor.locator("#problems", has_text="must be an integer").wait_for()
+
+
+def test_dialogs_close_with_escape_and_return_the_focus(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    visitor.wait_for_selector("#box-model_name_or_path")
+    menu = "document.activeElement.closest('details.menu') !== null"
+    for item in ("#load-yaml", "#save-preset"):
+        visitor.locator("details.menu summary").first.focus()
+        visitor.keyboard.press("Enter")
+        visitor.locator(item).focus()
+        visitor.keyboard.press("Enter")
+        visitor.wait_for_selector("dialog[open]")
+        visitor.keyboard.press("Escape")
+        visitor.wait_for_selector("dialog[open]", state="detached")
+        assert visitor.evaluate(menu)
+        assert visitor.locator("details.menu[open]").count() == 0
+
+
 def test_hostile_texts_are_displayed_inertly(visitor, server) -> None:
     from web.conftest import make_runs
 

@@ -224,8 +224,8 @@ def _unknown(key: str, item: RawValue, known: Sequence[str]) -> Problem:
     inside = [name for name in item.value if name in known] if isinstance(item.value, Mapping) else []
     if inside:
         remedy = f'Options are not nested: move "{inside[0]}" to the top level.'
-        return Problem(f'Unknown option "{key}"{place}.', remedy=remedy)
-    return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}')
+        return Problem(f'Unknown option "{key}"{place}.', remedy=remedy, option=key)
+    return Problem(f'Unknown option "{key}"{place}.{did_you_mean(key, known)}', option=key)
 
 
 def convert(spec: OptionSpec, raw: Any) -> Any:

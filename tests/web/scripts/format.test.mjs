@@ -1,9 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const { ago, axisLabels, bytes, duration, optionsOf, humanized, plain, short, shortOption, visible } = await import(
-  new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url)
-);
+const { ago, axisLabels, bytes, duration, joined, optionsOf, humanized, plain, short, shortOption, visible } =
+  await import(new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url));
 
 test("labels of an axis have one notation", () => {
   assert.deepEqual(axisLabels([0, 0.0005, 0.001]), ["0", "5e-4", "1e-3"]);
@@ -45,4 +44,10 @@ test("options are read from a run's YAML", () => {
     output_dir: "saves/a",
   });
   assert.equal(humanized("max_grad_norm"), "Max grad norm");
+});
+test("sentences are separated, also after a quoted value", () => {
+  assert.equal(joined("Received: not json", "Write JSON."), "Received: not json. Write JSON.");
+  assert.equal(joined("It failed.", "Try again."), "It failed. Try again.");
+  assert.equal(joined("It failed", ""), "It failed");
+  assert.equal(joined(undefined, "Try again."), "Try again.");
 });

@@ -40,6 +40,7 @@ from burnish.serve.page.runs.follow import (
     new_events,
     read_cursor,
 )
+from burnish.serve.page.runs.listing import joined
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
@@ -190,7 +191,7 @@ class Api:
         found = await self.site.planner.whole(question)
         if found.get("problems"):
             problem = found["problems"][0]
-            raise APIError(422, "nothing_held_out", f"{problem['sentence']} {problem['remedy']}".strip())
+            raise APIError(422, "nothing_held_out", joined(problem["sentence"], problem["remedy"]))
         return ShownJson(found)
 
     async def stop(self, request: Request) -> Response:

@@ -33,6 +33,7 @@ from burnish.serve.page.api import Api
 from burnish.serve.page.jobs.commands import FORMATS
 from burnish.serve.page.runs.completions import COMPLETIONS
 from burnish.serve.page.runs.files import run_yaml_text
+from burnish.serve.page.runs.listing import joined
 from burnish.serve.page.runs.predictions import prediction_files
 from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.run_warnings import warnings_of
@@ -96,13 +97,13 @@ class Pages:
 
     def __init__(self, site: Site, sessions: Sessions) -> None:
         self.site, self.sessions = site, sessions
-        joined = {f"sheets-{page}.css": [f"{sheet}.css" for sheet in sheets] for page, sheets in SHEETS.items()}
-        self.static = MemoryFiles([HERE / "static", HERE / "bundled", WORDS], joined)
+        joined_sheets = {f"sheets-{page}.css": [f"{sheet}.css" for sheet in sheets] for page, sheets in SHEETS.items()}
+        self.static = MemoryFiles([HERE / "static", HERE / "bundled", WORDS], joined_sheets)
         self.templates = Environment(
             loader=FileSystemLoader(HERE / "pages"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
             lstrip_blocks=True,
         )  # fmt: skip
-        self.templates.filters.update(short=_short, figure=_figure, duration=_duration)
+        self.templates.filters.update(short=_short, figure=_figure, duration=_duration, joined=joined)
         pages: Mapping[str, Callable[[Request], Any]] = {
             "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
             "/chat": self.chat, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,

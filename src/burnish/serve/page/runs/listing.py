@@ -42,7 +42,7 @@ def runs(argv: Sequence[str]) -> int:
         print_result("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for run in found:
         if run.state in ("failed", "died", "unreadable"):
-            line = " ".join(part for part in (run.sentence, run.remedy) if part)
+            line = joined(run.sentence, run.remedy)
             print_result(f"{_line(run.name)}: {line}")
         for warning in _warnings(run):
             print_result(f"{_line(run.name)}: {warning}")
@@ -71,6 +71,13 @@ def _loss(loss: float | None) -> str:
 def _line(name: str) -> str:
     """The name of a folder on one line, without control characters."""
     return "".join(one if one.isprintable() else "\ufffd" for one in name)
+
+
+def joined(sentence: str, remedy: str) -> str:
+    """The sentences of an error as one text, as ``joined`` in ``static/format.js``: an error may end in a quoted value,
+    without a full stop."""
+    is_open = bool(sentence and remedy) and sentence[-1] not in ".!?:。！？："
+    return f"{sentence}{'.' if is_open else ''} {remedy}".strip()
 
 
 def facts(run: FoundRun) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 // @ts-check
 // The form for a new run, and its plan, which is updated after each change.
 import { Columns } from "./columns.js";
-import { $, $$, askToConfirm, copy, el, notify, tabs } from "./dom.js";
+import { $, $$, askToConfirm, copy, notify, tabs } from "./dom.js";
 import { fieldOf, textOf } from "./fields.js";
+import { joined } from "./format.js";
 import { Failed, api, events, get, send, up } from "./net.js";
-import { Examples, detailNodes, noteNodes, planLine, planNodes } from "./plan.js";
+import { Examples, detailNodes, noteNodes, planLine, planNodes, showOthers } from "./plan.js";
 import { presets } from "./presets.js";
 import { Topics } from "./topics.js";
 import { ready, t } from "./words.js";
@@ -179,18 +180,12 @@ function showProblems() {
     const name = node.dataset.option,
       own =
         hasTried || touched.has(name) || values.has(name) ? problems.filter((problem) => problem.option === name) : [];
-    $(".problem", node).textContent = own.map((problem) => `${problem.sentence} ${problem.remedy}`.trim()).join(" ");
+    $(".problem", node).textContent = own.map((problem) => joined(problem.sentence, problem.remedy)).join(" ");
     const input = $("input, select", node);
     if (own.length) input.setAttribute("aria-invalid", "true");
     else input.removeAttribute("aria-invalid");
   }
-  const others = problems.filter((problem) => !$(`[data-option="${problem.option}"] .problem`)?.textContent);
-  $("#problems").hidden = !others.length;
-  $("#problems").replaceChildren(
-    ...others.map((problem) =>
-      el("p", { lang: "en" }, `${problem.where ? `${problem.where}: ` : ""}${problem.sentence} ${problem.remedy}`),
-    ),
-  );
+  showOthers(problems, values, (name) => change({ [name]: "" }));
 }
 for (const button of $$("[data-copy]"))
   button.addEventListener("click", () => copy($(`#${button.dataset.copy}`).textContent));
@@ -236,7 +231,7 @@ form.addEventListener("submit", (/** @type {Event} */ event) => {
   } else void start("now", "new");
 });
 $("#queue").addEventListener("click", () => start("queue", "new"));
-presets(found, change);
+presets(found, change, current);
 const free = async (/** @type {string} */ path) => (await get(`api/free?folder=${encodeURIComponent(path)}`)).folder;
 const beginning = form.getAttribute("data-start"); // form.dataset is the field of that name
 if (beginning) {

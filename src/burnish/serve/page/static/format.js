@@ -68,6 +68,12 @@ export function visible(text) {
 }
 /** Remove terminal color codes, and text overwritten after a carriage return. @param {string} text */
 export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
+/** Join the sentences of an error, with a full stop where one has none. @param {any[]} sentences */
+export const joined = (...sentences) =>
+  sentences
+    .filter(Boolean)
+    .map((text, place, all) => (place < all.length - 1 && !/[.!?:。！？：]$/.test(text) ? `${text}.` : text))
+    .join(" ");
 /** Parse the top-level lines of a run's YAML to name -> value. @param {string} text @returns {Record<string, string>} */
 export const optionsOf = (text) =>
   Object.fromEntries(

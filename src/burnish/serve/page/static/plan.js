@@ -1,7 +1,7 @@
 // @ts-check
 // The plan of a run: facts, a memory bar, notes, and examples with highlighted trained tokens.
 import { $, $$, el, svg } from "./dom.js";
-import { bytes, short, visible } from "./format.js";
+import { bytes, joined, short, visible } from "./format.js";
 import { smallImage } from "./small_image.js";
 import { language, optionalText, t } from "./words.js";
 
@@ -116,6 +116,26 @@ export function detailNodes(answer) {
       ]),
     ),
   ]);
+}
+/**
+ * Show the problems that no visible field shows. Values that no field can change can be removed.
+ * @param {any[]} problems @param {Map<string, any>} values @param {(name: string) => void} remove
+ */
+export function showOthers(problems, values, remove) {
+  const fieldOf = (/** @type {any} */ one) => $(`[data-option="${CSS.escape(one.option ?? "")}"]`);
+  const others = problems.filter((one) => {
+    const shown = fieldOf(one)?.querySelector(".problem");
+    return !shown?.textContent || !shown.checkVisibility();
+  });
+  const button = (/** @type {any} */ { option }) =>
+    el("button", { type: "button", onclick: () => remove(option) }, `${t("remove")}: ${option}`);
+  $("#problems").hidden = !others.length;
+  $("#problems").replaceChildren(
+    ...others.flatMap((one) => [
+      el("p", { lang: "en" }, one.where ? `${one.where}: ` : "", joined(one.sentence, one.remedy)),
+      ...(values.has(one.option) && !fieldOf(one)?.querySelector("input:enabled, select:enabled") ? [button(one)] : []),
+    ]),
+  );
 }
 /** Shows one example at a time. */
 export class Examples {

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
-import { bytes, duration, short } from "./format.js";
+import { bytes, duration, joined, short } from "./format.js";
 import { onRedraw, showReward, table } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
@@ -166,7 +166,7 @@ function show(run) {
     showReward(columns, facts.loss);
   }
   if (!alive && !columns.step.length) for (const node of $$(".skeleton-card")) node.remove();
-  const sentence = `${facts.sentence ?? ""} ${facts.remedy ?? ""}`.trim();
+  const sentence = joined(facts.sentence, facts.remedy);
   $("#sentence").hidden = !sentence;
   $("#sentence").className = `notice${["failed", "died"].includes(facts.state) ? " bad" : ""}`;
   $("#sentence").textContent = sentence;
