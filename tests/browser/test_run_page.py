@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import time
 
 import pytest
 
@@ -22,6 +24,23 @@ def first(visitor, server):
     visitor.get_by_role("link", name="first", exact=True).click()
     visitor.locator(".chart canvas").first.wait_for()
     return server.root / "saves" / "first"
+
+
+@pytest.fixture
+def alive(first):
+    """The same run with a process, so that it counts as running."""
+    from burnish.report.metadata import launch_record
+
+    process = subprocess.Popen(["sleep", "100"])
+    (first / "outcome.json").unlink()
+    (first / "launch.json").write_text(json.dumps({**launch_record(["cpu"], process.pid), "folder": str(first)}))
+    yield first
+    process.kill()
+    process.wait()
+
+
+def end_run(folder, state: str) -> None:
+    (folder / "outcome.json").write_text(json.dumps({"state": state, "time": time.time() + 1, "step": 40}))
 
 
 def add_row(folder, **values) -> None:
@@ -69,3 +88,35 @@ def test_reward_model_is_not_offered_for_chat(visitor, server, first) -> None:
     visitor.goto(f"{server.address}/chat?target={run}")
     wait_for(lambda: visitor.locator("select[data-side='0'] option").count() > 1)
     assert visitor.locator("select[data-side='0'] option", has_text="first").count() == 0
+
+
+def test_usual_sentences_about_the_end_are_translated(visitor, server, first) -> None:
+    said = {
+        "sentence": "Stopped at step 40.",
+        "remedy": "Run the same command again to resume from the last checkpoint.",
+    }
+    (first / "outcome.json").write_text(json.dumps({"state": "stopped", "time": 1.8e9, "step": 40, **said}))
+    visitor.click("#language")
+    visitor.locator("#sentence", has_text="已在第 40 步停止。 可以从最近的检查点恢复。").wait_for()
+
+
+def test_ended_run_leaves_the_running_ones_and_the_filtered_list(visitor, server, alive) -> None:
+    shutil.rmtree(server.root / "trl")  # would count as running, since its files are new
+    visitor.goto(f"{server.address}/runs")
+    visitor.locator("[data-live]", has_text="first").wait_for()
+    visitor.select_option("#state-filter", "running")
+    row = visitor.locator("tr[data-run]").filter(has=visitor.get_by_role("link", name="first", exact=True))
+    row.wait_for()
+    end_run(alive, "done")
+    visitor.locator("#running-now").wait_for(state="hidden")
+    assert visitor.locator("[data-live]").count() == 0
+    assert row.is_hidden()
+
+
+def test_focus_moves_from_stop_to_resume(visitor, server, alive) -> None:
+    visitor.reload()
+    visitor.locator("#stop").wait_for()
+    visitor.focus("#stop")
+    end_run(alive, "stopped")
+    visitor.locator("#resume").wait_for()
+    assert visitor.evaluate("document.activeElement.id") == "resume"

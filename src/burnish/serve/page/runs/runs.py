@@ -205,12 +205,13 @@ def _read_run(folder: Path) -> FoundRun | None:
     last = (rows or logged or [{}])[-1]
     events = tail_lines(folder / EVENTS)
     changed = max((_modified_s(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
+    started_from = max((_whole(event.get("step")) for event in events if _time(event) >= _time(launch)), default=0)
     state = run_state(launch, outcome, rows, events, folder, changed)
     kind = "train" if trained else _kind(folder, launch)
     return FoundRun(
         id=id_of(folder), folder=folder, name=folder.name, maker=_framework(folder, launch, rows), state=state,
         kind=kind, metrics={} if kind == "train" else _metrics(folder, kind),
-        step=_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))),
+        step=max(_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))), started_from),
         total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
         tokens_per_s=_rate(trained), left_s=_seconds(last.get("remaining_time")),

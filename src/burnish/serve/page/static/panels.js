@@ -8,10 +8,23 @@ import { language, optionalText, t } from "./words.js";
 /** @param {string} name */
 export const panel = (name) => $(`#panel-${name}`);
 /** The text of an event in the language of the page, if it is one of burnish's usual events. @param {any} event */
-function eventText({ kind, text }) {
+export function eventText({ kind, text }) {
   const name = kind === "stage" ? text : kind === "evaluation" && text !== "evaluated" ? "evaluation_loss" : kind;
-  if (optionalText(`event_${name}`) === undefined) return text;
+  if (!text || optionalText(`event_${name}`) === undefined) return text;
   return t(`event_${name}`, { step: /\d*$/.exec(text)?.[0], value: /\S*$/.exec(text)?.[0] });
+}
+/** Sentences about the end of a run -> key of their text. @type {[RegExp, string][]} */
+const SENTENCES = [
+  [/^Stopped at step (\d+)\.$/, "said_stopped"],
+  [/^Stopped at step (\d+), without a checkpoint of that step\.$/, "said_stopped_without"],
+  [/^Stopped immediately, at step (\d+)\.$/, "said_stopped_now"],
+  [/^(?:Run the same command again to resume|Resume it) from (?:the|its) last checkpoint\.$/, "said_resume"],
+  [/^The process ended unexpectedly: it was killed, or the machine went down\.$/, "said_died"],
+];
+/** A usual sentence about the end of a run in the language of the page. @param {string} [text] */
+export function usualSentence(text = "") {
+  const found = SENTENCES.find(([pattern]) => pattern.test(text));
+  return found ? t(found[1], { step: found[0].exec(text)?.[1] }) : text;
 }
 /** @param {any} event */
 export const eventLine = (event) =>

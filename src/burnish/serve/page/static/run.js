@@ -7,7 +7,7 @@ import { bytes, duration, joined, short } from "./format.js";
 import { onRedraw, showReward, table } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
-import { LiveLog, eventLine, fillPanels, fillPredictions, panel } from "./panels.js";
+import { LiveLog, eventLine, eventText, fillPanels, fillPredictions, panel, usualSentence } from "./panels.js";
 import { isRewardModel } from "./targets.js";
 import { language, loadRunWords, optionalText, ready, t } from "./words.js";
 
@@ -162,16 +162,18 @@ function show(run) {
   if (isTraining) {
     for (const name of ["loss", "eval_loss"]) setFigure(`[data-is=${name}]`, facts[name]);
     $("[data-is=checkpoint]").textContent = facts.checkpoint ?? "–";
-    $("[data-caption=eval_loss]").textContent = facts.best ?? "";
+    $("[data-caption=eval_loss]").textContent = eventText({ kind: "best", text: facts.best ?? "" });
     showReward(columns, facts.loss);
   }
   if (!alive && !columns.step.length) for (const node of $$(".skeleton-card")) node.remove();
-  const sentence = joined(facts.sentence, facts.remedy);
+  const sentence = joined(usualSentence(facts.sentence), usualSentence(facts.remedy));
   $("#sentence").hidden = !sentence;
   $("#sentence").className = `notice${["failed", "died"].includes(facts.state) ? " bad" : ""}`;
   $("#sentence").textContent = sentence;
+  const isUsed = [$("#stop"), $("#resume")].includes(document.activeElement);
   $("#stop").hidden = $("#stop-now").hidden = !alive;
   $("#resume").hidden = alive || facts.maker !== "burnish" || ["done", "unreadable", "elsewhere"].includes(facts.state);
+  if (isUsed) $(alive ? "#stop" : "#resume").focus(); // one takes the place of the other
 }
 
 tabs($$("[role=tab]"), (tab) => {
@@ -218,15 +220,15 @@ function fill(run) {
   $("#to-chat").hidden = isRewardModel(run.yaml);
   fillPanels(run);
 }
+const drawn = isTraining ? await fetchSeries() : ""; // before the state, of which no change is missed then
 const first = await get(`api/runs/${id}`);
 fill(first);
 show(first);
 void fillPredictions(id);
 void log.fill();
-const cursor = isTraining ? await fetchSeries() : first.cursor;
 following = follow(
   () => `runs=${id}&log=${panel("log").hidden ? 0 : 1}`,
-  cursor,
+  drawn || first.cursor,
   (name, data) => {
     if (name === "rows") {
       columns = concatenated(columns, data.columns);

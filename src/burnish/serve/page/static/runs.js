@@ -146,12 +146,18 @@ function drawCurve(place, points) {
 
 // --- updates ----------------------------------------------------------------------------------------------------------
 
+/** Remove a run that has ended from the running ones. @param {any} card */
+function removeCard(card) {
+  card.remove();
+  $("#running-now").hidden = !$("[data-live]");
+}
 follow(
   () => "list=1",
   "",
   (name, run) => {
     if (name === "gone") {
-      for (const node of $$(`[data-run="${run.run}"], [data-live="${run.run}"]`)) node.remove();
+      for (const node of $$(`[data-run="${run.run}"]`)) node.remove();
+      for (const node of $$(`[data-live="${run.run}"]`)) removeCard(node);
       filter();
       return;
     }
@@ -189,6 +195,8 @@ follow(
       drawCurve(place, run.curve);
       put("left_s", ALIVE.includes(run.state) && run.left_s ? t("left_is", { time: duration(run.left_s) }) : "");
     }
-    if (card) Object.assign($("progress", card), { max: run.total || 1, value: run.step });
+    if (card && !ALIVE.includes(run.state)) removeCard(card);
+    else if (card) Object.assign($("progress", card), { max: run.total || 1, value: run.step });
+    filter();
   },
 );
