@@ -8,10 +8,10 @@ import { ready, t } from "./words.js";
 
 await ready;
 const form = $("#job-form"),
-  isExport = form.dataset.kind === "export",
+  isExport = form.getAttribute("data-kind") === "export", // form.dataset is the field of that name
   source = $("#source");
 const targets = await findTargets();
-source.replaceChildren(...choices(targets, form.dataset.target));
+source.replaceChildren(...choices(targets, form.getAttribute("data-target")));
 $("#no-models").hidden = targets.size > 0;
 form.hidden = !targets.size;
 
