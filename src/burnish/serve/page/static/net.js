@@ -27,7 +27,14 @@ export async function api(method, path, body, signal) {
           body: isBytes ? body : JSON.stringify(body),
           headers: { "Content-Type": isBytes ? "application/octet-stream" : "application/json" },
         };
-  const response = await fetch(up + path, { method, credentials: "same-origin", signal, ...request });
+  /** @type {Response} */
+  let response;
+  try {
+    response = await fetch(up + path, { method, credentials: "same-origin", signal, ...request });
+  } catch (failed) {
+    if (signal?.aborted) throw failed;
+    throw new Failed(0, { message: t("connection_lost") });
+  }
   if (response.status === 401)
     location.href = `${up}sign-in?to=${location.pathname.split("/").slice(-2).filter(Boolean).join("/")}`;
   if (!response.ok) throw new Failed(response.status, (await response.json().catch(() => ({}))).error);
