@@ -120,3 +120,42 @@ def test_focus_moves_from_stop_to_resume(visitor, server, alive) -> None:
     end_run(alive, "stopped")
     visitor.locator("#resume").wait_for()
     assert visitor.evaluate("document.activeElement.id") == "resume"
+
+
+def test_print_of_a_run_has_its_charts_and_no_navigation(visitor, server, first) -> None:
+    visitor.emulate_media(media="print")
+    for hidden in (".side-bar", "#x-axis", ".tabs", "#to-chat", ".chart summary"):
+        assert visitor.locator(hidden).first.is_hidden(), hidden
+    assert visitor.locator(".chart canvas").first.is_visible()
+
+
+def test_evaluate_page_selects_the_run_of_its_link(visitor, server, first) -> None:
+    shutil.copytree(first, first.with_name("second"))
+    (first.with_name("second") / "trainer_log.jsonl").touch()  # the newest is selected without a link
+    visitor.wait_for_timeout(2000)  # the list of runs is kept for a moment
+    target = visitor.url.rpartition("/")[2]
+    visitor.goto(f"{server.address}/evaluate?target={target}")
+    visitor.locator("#source option", has_text="second").wait_for(state="attached")
+    assert visitor.input_value("#source") == target
+
+
+def test_filters_stay_and_a_vanished_run_leaves_the_list(visitor, server, first) -> None:
+    visitor.goto(f"{server.address}/runs")
+    visitor.fill("#search", "saves/first")
+    visitor.select_option("#state-filter", "done")
+    visitor.reload()
+    visitor.locator("#shown-count", has_text="1 of 4").wait_for()
+    assert visitor.input_value("#search") == "saves/first"
+    assert visitor.input_value("#state-filter") == "done"
+    shutil.rmtree(first)
+    visitor.locator("#shown-count", has_text="0 of 3").wait_for()
+
+
+def test_action_without_a_server_says_so(visitor, server, alive) -> None:
+    visitor.reload()
+    visitor.locator("#stop").wait_for()
+    server.kill()
+    visitor.locator("#toast", has_text="Connection to the server lost").wait_for()
+    visitor.locator("#toast", has_text="Connection").wait_for(state="hidden")
+    visitor.click("#stop")
+    visitor.locator("#toast", has_text="Connection to the server lost").wait_for()

@@ -298,6 +298,8 @@ def _collect_messages(
             elif name == "run":
                 messages.append((name, {**data, "curve": small_line_chart(run.folder)}))
         now[run.id] = place
+    if not is_followed:
+        messages += [("gone", {"run": one}) for one in places.keys() - {run.id for run in wanted}]
     return messages, cursor_text(now)
 
 

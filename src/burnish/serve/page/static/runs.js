@@ -14,9 +14,13 @@ for (const cell of $$("[data-started]"))
 
 // --- filters ----------------------------------------------------------------------------------------------------------
 
-const tagFilter = $("#tag-filter");
+const tagFilter = $("#tag-filter"),
+  filters = { q: $("#search"), state: $("#state-filter"), tag: tagFilter };
 function filter() {
   if (!tagFilter) return;
+  const set = Object.entries(filters).filter(([, control]) => control.value);
+  const query = new URLSearchParams(set.map(([name, control]) => [name, control.value])).toString();
+  history.replaceState(null, "", query ? `?${query}` : location.pathname); // for a reload, and for the way back
   const words = $("#search").value.toLowerCase().split(/\s+/),
     state = $("#state-filter").value,
     tag = tagFilter.value;
@@ -37,7 +41,12 @@ if (tagFilter) {
   const tags = [...new Set(rows().flatMap((row) => JSON.parse(row.dataset.tags)))].sort();
   tagFilter.append(...tags.map((tag) => el("option", {}, tag)));
   tagFilter.parentElement.hidden = !tags.length;
-  for (const control of ["#search", "#state-filter", "#tag-filter"]) $(control).addEventListener("input", filter);
+  const before = new URLSearchParams(location.search);
+  for (const [name, control] of Object.entries(filters)) {
+    control.value = before.get(name) ?? "";
+    if (control.selectedIndex === -1) control.value = "";
+    control.addEventListener("input", filter);
+  }
   filter();
 }
 $("#runs")?.addEventListener("change", () => {
@@ -99,7 +108,9 @@ async function remove(row, name) {
   }
   try {
     const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
+    const next = row.nextElementSibling ?? row.previousElementSibling;
     row.remove();
+    if (next) $("summary", next)?.focus();
     filter();
     notify(t("deleted", { name }), [
       t("undo"),
