@@ -162,7 +162,8 @@ export class Examples {
     const row = rows[this.place],
       ids = $("#row-ids").checked,
       brackets = $("#row-brackets").checked;
-    $("#row-title").textContent = t("example_of", row).replace(/^\d+(: |：)/, ""); // a row that was drawn has no other title
+    const title = row.title.replace(/^\d+(, )?/, ""); // the number of a row is in the text
+    $("#row-title").textContent = t("example_of", { ...row, title }).replace(/^(: |：)/, "");
     const images = new Map(row.images);
     $("#sample").replaceChildren(
       ...row.pieces.map((/** @type {any[]} */ [text, trained, tokens], /** @type {number} */ place) => {
