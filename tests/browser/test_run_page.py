@@ -129,13 +129,19 @@ def test_print_of_a_run_has_its_charts_and_no_navigation(visitor, server, first)
     assert visitor.locator(".chart canvas").first.is_visible()
 
 
-def test_evaluate_page_selects_the_run_of_its_link(visitor, server, first) -> None:
+def test_evaluate_and_export_select_the_run_of_its_link(visitor, server, first) -> None:
     shutil.copytree(first, first.with_name("second"))
     (first.with_name("second") / "trainer_log.jsonl").touch()  # the newest is selected without a link
+    for number in range(45):  # a page lists the newest 40, and the run of its link
+        shutil.copytree(first.with_name("second"), server.root / f"many/{number}")
+        (server.root / f"many/{number}/trainer_log.jsonl").touch()
     visitor.wait_for_timeout(2000)  # the list of runs is kept for a moment
     target = visitor.url.rpartition("/")[2]
     visitor.goto(f"{server.address}/evaluate?target={target}")
-    visitor.locator("#source option", has_text="second").wait_for(state="attached")
+    visitor.locator("#source option").nth(1).wait_for(state="attached")
+    assert visitor.input_value("#source") == target
+    visitor.goto(f"{server.address}/export?target={target}")
+    visitor.locator("#source option").nth(1).wait_for(state="attached")
     assert visitor.input_value("#source") == target
 
 

@@ -12,7 +12,8 @@ import { choices, findTargets, isRewardModel } from "./targets.js";
 import { fill, promptNode, small, turnNode, waits } from "./turns.js";
 import { ready, t } from "./words.js";
 await ready;
-const targets = await findTargets((run) => !isRewardModel(run.yaml));
+const wanted = $("#engines").dataset.target,
+  targets = await findTargets(wanted, (run) => !isRewardModel(run.yaml));
 const engines = new Engines(targets, settle);
 let turns = /** @type {any[]} */ ([]);
 let answering = /** @type {AbortController[]} */ ([]);
@@ -234,8 +235,7 @@ $("#record").addEventListener("click", () => {
   const offered = $("#tools").value.trim() ? { tools: tools() } : {};
   download(new Blob([`${JSON.stringify({ messages: messagesOf(0), ...offered })}\n`]), "records.jsonl");
 });
-const saved = await open(chat || undefined, Boolean(chat)),
-  wanted = $("#engines").dataset.target;
+const saved = await open(chat || undefined, Boolean(chat));
 const named = targets.has("named") ? "named" : "";
 const first = wanted ? [wanted, ""] : [saved?.targets?.[0] || named, saved?.targets?.[1] || ""];
 for (const select of $$("select[data-side]")) {

@@ -9,9 +9,10 @@ import { ready, t } from "./words.js";
 await ready;
 const form = $("#job-form"),
   isExport = form.getAttribute("data-kind") === "export", // form.dataset is the field of that name
+  chosen = form.getAttribute("data-target"),
   source = $("#source");
-const targets = await findTargets();
-source.replaceChildren(...choices(targets, form.getAttribute("data-target")));
+const targets = await findTargets(chosen);
+source.replaceChildren(...choices(targets, chosen));
 $("#no-models").hidden = targets.size > 0;
 form.hidden = !targets.size;
 

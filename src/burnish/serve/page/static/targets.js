@@ -8,8 +8,12 @@ import { t } from "./words.js";
 
 /** Whether the options of a run say that it trains a reward model, which generates no text. @param {string} yaml */
 export const isRewardModel = (yaml) => /^stage: "?rm\b/m.test(yaml);
-/** @param {(run: any) => boolean} isWanted whether to list a run, by its details @returns {Promise<Map<string, Target>>} */
-export async function findTargets(isWanted = () => true) {
+/**
+ * The newest runs, and the chosen one.
+ * @param {string} chosen @param {(run: any) => boolean} isWanted whether to list a run, by its details
+ * @returns {Promise<Map<string, Target>>}
+ */
+export async function findTargets(chosen = "", isWanted = () => true) {
   const [{ runs }, { models, named }] = await Promise.all([get("api/runs"), get("api/models")]);
   /** @type {Map<string, Target>} */
   const found = new Map();
@@ -19,7 +23,7 @@ export async function findTargets(isWanted = () => true) {
       (/** @type {any} */ run) =>
         run.kind === "train" && (run.maker === "burnish" || run.checkpoint) && run.state !== "unreadable",
     )
-    .slice(0, 40);
+    .filter((/** @type {any} */ run, /** @type {number} */ place) => place < 40 || run.id === chosen.split("/")[0]);
   const details = await Promise.all(
     usable.map((/** @type {any} */ run) => (run.checkpoint ? get(`api/runs/${run.id}`).catch(() => null) : null)),
   );
