@@ -240,6 +240,12 @@ def test_every_used_translation_exists_and_pages_contain_no_text() -> None:
     assert used <= english.keys(), used - english.keys()
 
 
+def test_scripts_use_no_translation_that_only_templates_have() -> None:
+    scripts = "".join(file.read_text(encoding="utf-8") for file in (WEB / "static").glob("*.js"))
+    only_templates = json.loads((WEB / "words" / "page.en.json").read_text(encoding="utf-8"))
+    assert only_templates.keys() & set(re.findall(r"""["'`](\w+)["'`]""", scripts)) == set()
+
+
 def test_series_keeps_every_spike_and_marks_non_numeric_values(page, root) -> None:
     result = page.get(f"/api/runs/{page.id_of('first')}/series?points=16")
     columns = result["columns"]

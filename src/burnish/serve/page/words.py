@@ -16,8 +16,9 @@ LANGUAGES = ("en", "zh")
 
 @cache
 def page_words(language: str) -> Mapping[str, str]:
-    """Texts of all pages, and those of runs, which only the pages of runs load."""
-    files = (FOLDER / f"{language}.json", FOLDER / f"run.{language}.json")
+    """All texts of the pages. Scripts load the first part on every page, those of the form, of runs and of the chat
+    where they are needed, and never those of templates (``page``): a first visit is to transfer little."""
+    files = [FOLDER / f"{part}{language}.json" for part in ("", "new.", "run.", "chat.", "page.")]
     return {key: text for file in files for key, text in json.loads(file.read_text(encoding="utf-8")).items()}
 
 

@@ -2,16 +2,16 @@
 // A conversation with one model, or with two side by side; responses are streamed.
 import { $, $$, copy, download, notify } from "./dom.js";
 import { Engines } from "./engines.js";
-import { short, visible } from "./format.js";
+import { isRewardModel, short, visible } from "./format.js";
 import { history } from "./history.js";
 import { Attached, withImages, withoutPixels } from "./images.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
-import { choices, findTargets, isRewardModel } from "./targets.js";
+import { choices, findTargets } from "./targets.js";
 import { fill, promptNode, small, turnNode, waits } from "./turns.js";
-import { ready, t } from "./words.js";
-await ready;
+import { loadWordsOf, ready, t } from "./words.js";
+await Promise.all([ready, loadWordsOf("chat")]);
 const wanted = $("#engines").dataset.target,
   targets = await findTargets(wanted, (run) => !isRewardModel(run.yaml));
 const engines = new Engines(targets, settle);

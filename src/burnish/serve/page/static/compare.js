@@ -4,12 +4,12 @@ import { Chart } from "./chart.js";
 import { xValues, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, el, figure } from "./dom.js";
 import { optionsOf, short, shortOption } from "./format.js";
-import { onRedraw } from "./lines.js";
+import { onRedraw, wordsFor } from "./lines.js";
 import { fullNameOf, groups } from "./metrics.js";
 import { follow, get } from "./net.js";
-import { language, loadRunWords, ready, t } from "./words.js";
+import { language, ready, t } from "./words.js";
 
-await Promise.all([ready, loadRunWords()]);
+await ready;
 const MOST = 8;
 const box = $("#chosen");
 /** @type {string[]} */
@@ -42,6 +42,7 @@ async function load() {
       if (!facts.has(id)) facts.set(id, await get(`api/runs/${id}`));
     }),
   );
+  await Promise.all([...series.values()].map((one) => wordsFor(one)));
   if (chosen.some((id) => !series.has(id) || !facts.has(id))) return; // one was chosen meanwhile: its call draws all
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
   for (const one of $$(".chip", box)) {
@@ -211,7 +212,7 @@ const following = follow(
   (name, data) => {
     if (name === "rows" && series.has(data.run)) {
       series.set(data.run, concatenated(series.get(data.run), data.columns));
-      draw();
+      void wordsFor(data.columns).then(draw);
     } else if (name === "run" && facts.has(data.id)) {
       facts.set(data.id, { ...facts.get(data.id), ...data });
       figures();

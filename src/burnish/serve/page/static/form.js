@@ -8,9 +8,9 @@ import { Failed, api, events, get, send, up } from "./net.js";
 import { Examples, detailNodes, noteNodes, planLine, planNodes, showOthers } from "./plan.js";
 import { presets } from "./presets.js";
 import { Topics } from "./topics.js";
-import { ready, t } from "./words.js";
+import { loadWordsOf, ready, t } from "./words.js";
 
-await ready;
+await Promise.all([ready, loadWordsOf("new")]);
 const form = $("#form"),
   examples = new Examples();
 /** @type {Map<string, any>} */

@@ -88,3 +88,5 @@ export const humanized = (key) => {
   const text = key.replaceAll("_", " ").trim();
   return text.charAt(0).toUpperCase() + text.slice(1);
 };
+/** Whether the options of a run say that it trains a reward model, which generates no text. @param {string} yaml */
+export const isRewardModel = (yaml) => /^stage: "?rm\b/m.test(yaml);

@@ -3,8 +3,8 @@
 import { numbers, smoothed } from "./curves.js";
 import { $, el, figure, setFigure } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
-import { fullNameOf } from "./metrics.js";
-import { language, t } from "./words.js";
+import { fullNameOf, hasOtherMetrics } from "./metrics.js";
+import { language, loadRunWords, t } from "./words.js";
 
 export const COLORS = 8;
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4], [6, 2, 2, 2], [3, 6]];
@@ -107,3 +107,7 @@ export function showReward(columns, loss) {
   setFigure("[data-is=loss]", reward);
   $("[data-caption=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
 }
+/** Load the names of metrics that not every run has, and other texts of runs. @param {Record<string, any>} columns @param {any} [more] */
+export const wordsFor = async (columns, more) => {
+  if (more || hasOtherMetrics(columns)) await loadRunWords();
+};

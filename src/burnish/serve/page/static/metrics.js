@@ -42,6 +42,8 @@ const DETAILS = [
 ];
 const MACHINE = new Set(["lr", "grad_norm", "rate", "memory_bytes"]);
 const OWN = new Set(["step", "loss", "eval_loss", ...MACHINE, "tokens_per_s", "epoch", "time", "tokens"]);
+/** Whether there are metrics that not every run has. @param {Record<string, any>} columns */
+export const hasOtherMetrics = (columns) => Object.keys(columns).some((name) => !OWN.has(name));
 /** Words for the parts of a chart: the last part of a metric's name -> key. @type {[RegExp, string][]} */
 const PARTS = [
   [/\/(chosen|rejected)$/, "part_$1"],

@@ -3,7 +3,7 @@
 import { $, el } from "./dom.js";
 import { bytes, clock, plain, visible } from "./format.js";
 import { get, up } from "./net.js";
-import { language, optionalText, t } from "./words.js";
+import { language, loadRunWords, optionalText, t } from "./words.js";
 
 /** @param {string} name */
 export const panel = (name) => $(`#panel-${name}`);
@@ -74,6 +74,12 @@ export function fillPanels(run) {
     );
 }
 
+/** @param {{key: string, values: any}[]} warnings */
+export async function showWarnings(warnings) {
+  if (warnings.length) await loadRunWords();
+  $("#warnings").hidden = !warnings.length;
+  $("#warnings").replaceChildren(...warnings.map(({ key, values }) => el("li", {}, t(key, values))));
+}
 /** Show the predictions of a run, if any. @param {string} id */
 export async function fillPredictions(id) {
   const place = panel("predictions");

@@ -3,15 +3,14 @@
 import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
-import { bytes, duration, joined, short } from "./format.js";
-import { onRedraw, showReward, table } from "./lines.js";
+import { bytes, duration, isRewardModel, joined, short } from "./format.js";
+import { onRedraw, showReward, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
-import { LiveLog, eventLine, eventText, fillPanels, fillPredictions, panel, usualSentence } from "./panels.js";
-import { isRewardModel } from "./targets.js";
+import { LiveLog, eventLine, eventText, fillPanels, fillPredictions, panel, showWarnings, usualSentence } from "./panels.js";
 import { language, loadRunWords, optionalText, ready, t } from "./words.js";
 
-await Promise.all([ready, loadRunWords()]);
+await ready;
 const id = $("#run").dataset.run,
   isTraining = Boolean($("#charts"));
 const ALIVE = ["starting", "running", "saving", "evaluating", "stopping"];
@@ -115,25 +114,21 @@ function summarize() {
   }
 }
 const later = () => {
-  timer ??= setTimeout(draw, 200);
+  timer ??= setTimeout(() => wordsFor(columns).then(draw), 200);
 };
 async function fetchSeries() {
   const found = await get(`api/runs/${id}/series?points=4000`);
   columns = found.columns;
-  showWarnings(found.warnings);
+  await wordsFor(columns);
+  await showWarnings(found.warnings);
   draw();
   return found.cursor;
-}
-/** @param {{key: string, values: any}[]} warnings */
-function showWarnings(warnings) {
-  $("#warnings").hidden = !warnings.length;
-  $("#warnings").replaceChildren(...warnings.map(({ key, values }) => el("li", {}, t(key, values))));
 }
 /** Reload the warnings, which the server computes over the whole run, after new data. */
 const updateWarnings = () => {
   warningsTimer ??= setTimeout(async () => {
     warningsTimer = null;
-    showWarnings((await get(`api/runs/${id}/series?points=16`)).warnings);
+    await showWarnings((await get(`api/runs/${id}/series?points=16`)).warnings);
   }, 1000);
 };
 
@@ -179,8 +174,10 @@ function show(run) {
 tabs($$("[role=tab]"), (tab) => {
   if (tab.id === "tab-log") void log.fill();
   else if (tab.id === "tab-completions")
-    void import("./completions.js").then((module) => module.showCompletions(panel("completions"), id));
-  else void get(`api/runs/${id}`).then(fill);
+    void Promise.all([import("./completions.js"), loadRunWords()]).then(([module]) =>
+      module.showCompletions(panel("completions"), id),
+    );
+  else void Promise.all([get(`api/runs/${id}`), loadRunWords()]).then(([run]) => fill(run));
   following?.again();
 });
 
@@ -222,6 +219,7 @@ function fill(run) {
 }
 const drawn = isTraining ? await fetchSeries() : ""; // before the state, of which no change is missed then
 const first = await get(`api/runs/${id}`);
+await wordsFor({}, first.sentence || first.best);
 fill(first);
 show(first);
 void fillPredictions(id);
@@ -236,12 +234,12 @@ following = follow(
       if (data.columns.eval_loss) updateWarnings();
       if (data.columns["completions/mean_length"] && $("#tab-completions").hidden)
         void get(`api/runs/${id}`).then(fillPanels);
-    } else if (name === "run") show(data);
+    } else if (name === "run") void wordsFor({}, data.sentence || data.best).then(() => show(data));
     else if (name === "event") {
       if (data.kind === "stage") stage = data.text;
       show({});
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
-      $("ul", panel("events"))?.prepend(eventLine(data));
+      void loadRunWords().then(() => $("ul", panel("events"))?.prepend(eventLine(data)));
     } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]);
     else if (name === "gone") location.href = `${up}runs`;
     else if (name === "log") log.add(data.text);

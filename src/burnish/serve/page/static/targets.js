@@ -6,8 +6,6 @@ import { t } from "./words.js";
 
 /** @typedef {{label: string, group: string, body: Record<string, any>, folder: string}} Target */
 
-/** Whether the options of a run say that it trains a reward model, which generates no text. @param {string} yaml */
-export const isRewardModel = (yaml) => /^stage: "?rm\b/m.test(yaml);
 /**
  * The newest runs, and the chosen one.
  * @param {string} chosen @param {(run: any) => boolean} isWanted whether to list a run, by its details

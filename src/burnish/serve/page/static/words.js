@@ -11,8 +11,12 @@ const load = async (prefix = "") => {
   Object.assign(words, await response.json());
 };
 export const ready = load();
-/** Load the texts of runs: names of metrics and events, warnings. */
-export const loadRunWords = () => load("run.");
+/** Load the texts of a page. @param {"new" | "chat"} page */
+export const loadWordsOf = (page) => load(`${page}.`);
+/** @type {Promise<void> | undefined} */
+let ofRuns;
+/** Load the texts of runs when they are needed: names of metrics and events, warnings. */
+export const loadRunWords = () => (ofRuns ??= load("run."));
 
 /** Return a text of the page with its {placeholders} filled in. @param {string} key @param {Record<string, any>} values */
 export function t(key, values = {}) {
