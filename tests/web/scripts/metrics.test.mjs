@@ -5,7 +5,10 @@ import { test } from "node:test";
 const page = (name) => new URL(`../../../src/burnish/serve/page/${name}`, import.meta.url);
 const { groups, titleOf, nameOf, fullNameOf } = await import(page("static/metrics.js"));
 const words = (language) =>
-  Object.assign({}, ...[language, `run.${language}`].map((name) => JSON.parse(readFileSync(page(`words/${name}.json`)))));
+  Object.assign(
+    {},
+    ...[language, `run.${language}`].map((name) => JSON.parse(readFileSync(page(`words/${name}.json`)))),
+  );
 const translator = (language) => {
   const texts = words(language);
   return (key, values = {}) => {

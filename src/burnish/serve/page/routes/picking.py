@@ -147,10 +147,10 @@ def search_hub(query: str, kind: str) -> list[dict[str, Any]]:
         APIError: 502 if it cannot be reached.
     """
     from huggingface_hub import constants, get_session
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     address = f"{constants.ENDPOINT}/api/{'datasets' if kind == 'dataset' else 'models'}"
-    question = {"search": query, "sort": "downloads", "limit": 20}
+    question: dict[str, str | int] = {"search": query, "sort": "downloads", "limit": 20}
     try:
         answer = get_session().get(address, params=question, headers=build_hf_headers(), timeout=_HUB_S)
         answer.raise_for_status()

@@ -1,6 +1,6 @@
 // @ts-check
 // Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
-import { numbers, smoothed } from "./curves.js";
+import { numbers, smoothed, tokenRates } from "./curves.js";
 import { $, el, figure, setFigure } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { fullNameOf, hasOtherMetrics } from "./metrics.js";
@@ -106,6 +106,21 @@ export function showReward(columns, loss) {
   $("#tiles dt").textContent = t("reward");
   setFigure("[data-is=loss]", reward);
   $("[data-caption=loss]").textContent = `${t("loss")} ${short(loss, language)}`;
+}
+/** Show the memory and the tokens per second in their tiles. @param {import("./curves.js").Columns} columns */
+export function showMachine(columns) {
+  const memory = numbers(columns.memory_bytes ?? []).filter((value) => value !== null),
+    rate = numbers(tokenRates(columns)).filter((value) => value !== null);
+  if (memory.length) {
+    $("[data-is=memory]").textContent = bytes(memory[memory.length - 1]);
+    $("[data-caption=memory]").textContent = t("at_most", { value: bytes(Math.max(...memory)) });
+  }
+  if (rate.length) {
+    setFigure("[data-is=tokens_per_s]", rate[rate.length - 1]);
+    $("[data-caption=tokens_per_s]").textContent = t("on_average", {
+      value: short(rate.reduce((sum, one) => sum + one, 0) / rate.length, language),
+    });
+  }
 }
 /** Load the names of metrics that not every run has, and other texts of runs. @param {Record<string, any>} columns @param {any} [more] */
 export const wordsFor = async (columns, more) => {

@@ -51,7 +51,8 @@ export function fillPanels(run) {
       " ",
       el("small", {}, bytes(one.bytes)),
     );
-  if (run.files.some((/** @type {any} */ one) => one.name === "completions.jsonl")) $("#tab-completions").hidden = false;
+  if (run.files.some((/** @type {any} */ one) => one.name === "completions.jsonl"))
+    $("#tab-completions").hidden = false;
   panel("files").replaceChildren(
     run.files.length ? el("ul", {}, run.files.map(file)) : el("p", { class: "hint" }, t("nothing_yet")),
   );

@@ -9,7 +9,10 @@ const KEPT_ASIDE = ["output_dir", "overwrite_output_dir", "resume_from_checkpoin
 const yamlOf = (values) =>
   Object.entries(values)
     .filter(([name]) => !KEPT_ASIDE.includes(name))
-    .map(([name, value]) => `${name}: ${/^(-?[\d.]+(e[+-]?\d+)?|true|false)$/i.test(value) ? value : JSON.stringify(value)}\n`)
+    .map(
+      ([name, value]) =>
+        `${name}: ${/^(-?[\d.]+(e[+-]?\d+)?|true|false)$/i.test(value) ? value : JSON.stringify(value)}\n`,
+    )
     .join("");
 
 /**

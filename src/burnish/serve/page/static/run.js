@@ -1,13 +1,22 @@
 // @ts-check
 // One run: tiles, charts, state, log and checkpoints, updated live from its files.
 import { Chart } from "./chart.js";
-import { xValues, csv, concatenated, numbers, definedPoints, tokenRates } from "./curves.js";
+import { xValues, csv, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
 import { bytes, duration, isRewardModel, joined, short } from "./format.js";
-import { onRedraw, showReward, table, wordsFor } from "./lines.js";
+import { onRedraw, showMachine, showReward, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
-import { LiveLog, eventLine, eventText, fillPanels, fillPredictions, panel, showWarnings, usualSentence } from "./panels.js";
+import {
+  LiveLog,
+  eventLine,
+  eventText,
+  fillPanels,
+  fillPredictions,
+  panel,
+  showWarnings,
+  usualSentence,
+} from "./panels.js";
 import { language, loadRunWords, optionalText, ready, t } from "./words.js";
 
 await ready;
@@ -100,18 +109,7 @@ function summarize() {
     $("[data-caption=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
   }
   showReward(columns, facts.loss);
-  const memory = numbers(columns.memory_bytes ?? []).filter((value) => value !== null),
-    rate = numbers(tokenRates(columns)).filter((value) => value !== null);
-  if (memory.length) {
-    $("[data-is=memory]").textContent = bytes(memory[memory.length - 1]);
-    $("[data-caption=memory]").textContent = t("at_most", { value: bytes(Math.max(...memory)) });
-  }
-  if (rate.length) {
-    setFigure("[data-is=tokens_per_s]", rate[rate.length - 1]);
-    $("[data-caption=tokens_per_s]").textContent = t("on_average", {
-      value: short(rate.reduce((sum, one) => sum + one, 0) / rate.length, language),
-    });
-  }
+  showMachine(columns);
 }
 const later = () => {
   timer ??= setTimeout(() => wordsFor(columns).then(draw), 200);
