@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
-import { bytes, duration, isRewardModel, joined, short } from "./format.js";
+import { duration, isRewardModel, joined, short } from "./format.js";
 import { onRedraw, showMachine, showReward, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
