@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {"trl": "trl", "transformers": "trl", "llamafactory": "llamafactory", "transformers serve": "serving"}
 _REQUIRED = {
-    "trl": ["trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"],
-    "serving": ["transformers[serving]==5.23.0"],
+    "trl": ["trl==1.16.0", "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"],
+    "serving": ["transformers[serving]==5.24.0"],
     "llamafactory": [
         "llamafactory==0.9.5",
         "transformers==5.6.0",
