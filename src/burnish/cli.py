@@ -27,7 +27,7 @@ from burnish.report.work import WorkLine
 from burnish.utils.collection import collect_garbage_rarely
 from burnish.utils.environment import remove_empty_variables
 from burnish.utils.library_warnings import hide_library_warnings
-from burnish.utils.sigint import exit_quietly, exiting_on_interrupt, interruptible
+from burnish.utils.sigint import exit_quietly, exit_without_finalization, exiting_on_interrupt, interruptible
 from burnish.utils.work import set_watcher
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ def command(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the ``burnish`` process: run ``main``, then exit the interpreter quickly."""
     collect_garbage_rarely()
     status = main(arguments)
-    if (parallel := sys.modules.get("burnish.parallel.multi_process")) is not None:  # a distributed run
-        parallel.close_group()
+    parallel = sys.modules.get("burnish.parallel.multi_process")
+    if parallel is not None and parallel.close_group():  # a distributed run
+        exit_without_finalization(status)
     gc.freeze()  # otherwise the collections at interpreter exit traverse every imported module
     exit_quietly(status)
     return status

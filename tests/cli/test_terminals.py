@@ -158,6 +158,26 @@ def test_ctrl_c_during_interpreter_exit_prints_nothing(user_folder: Path) -> Non
     assert (completed.returncode, completed.stderr) == (0, "")
 
 
+def test_exit_without_finalization_runs_threads_and_exit_functions_only() -> None:
+    program = (
+        "import atexit, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from burnish.utils.sigint import exit_without_finalization\n"
+        "class Object:\n"
+        "    def __del__(self):\n"
+        "        print('finalized', flush=True)\n"
+        "kept = Object()\n"
+        "atexit.register(print, 'exit function')\n"
+        "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.2), print('pool')))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.4), print('thread'))).start()\n"
+        "print('buffered')\n"
+        "exit_without_finalization(3)\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stderr) == (3, "")
+    assert completed.stdout.splitlines() == ["buffered", "pool", "thread", "exit function"]
+
+
 def test_live_line_on_closed_terminal_does_not_stop_the_run(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ClosedTerminal:
         encoding, closed = "utf-8", False

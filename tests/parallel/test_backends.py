@@ -349,11 +349,15 @@ def test_process_group_of_a_command_is_closed_but_that_of_a_script_is_not(status
     monkeypatch.setattr(cli, "main", lambda argv: create_parallel(options(fsdp=["full_shard"])) and status)
     monkeypatch.setattr(cli.gc, "freeze", lambda: None)
     monkeypatch.setattr(cli, "exit_quietly", lambda status: None)
+    ended_with = []
+    monkeypatch.setattr(cli, "exit_without_finalization", ended_with.append)
     assert cli.command([]) == status
     assert not dist.is_initialized()
+    assert ended_with == [status]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert cli.command([]) == status
     assert dist.is_initialized()
+    assert ended_with == [status]
 
 
 @pytest.mark.slow

@@ -143,14 +143,16 @@ def parts_with_weights(parts: Mapping[str, Part]) -> list[str]:
             if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
 
 
-def close_group() -> None:
-    """Close the group at the end of a command, if a backend opened it. After a failure another rank may still be inside
-    a collective, for which NCCL can wait; the wait is limited to ``CLOSING_S``.
+def close_group() -> bool:
+    """Close the group at the end of a command, if a backend opened it, and return whether it did. After a failure
+    another rank may still be inside a collective, for which NCCL can wait; the wait is limited to ``CLOSING_S``.
     """
-    if _is_open():
-        closing = Thread(target=dist.destroy_process_group, daemon=True)
-        closing.start()
-        closing.join(CLOSING_S)
+    if not _is_open():
+        return False
+    closing = Thread(target=dist.destroy_process_group, daemon=True)
+    closing.start()
+    closing.join(CLOSING_S)
+    return True
 
 
 @atexit.register

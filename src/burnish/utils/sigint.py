@@ -15,6 +15,7 @@ from _signal import SIGINT, default_int_handler, getsignal, signal  # type: igno
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
+    from typing import NoReturn
 
 INTERRUPTED = 128 + int(SIGINT)
 
@@ -48,6 +49,26 @@ def exit_quietly(status: int) -> None:
     """Make Ctrl-C end the process with ``status`` from now on: the work is done, and Python only has to shut down."""
     if _is_replaceable(getsignal(SIGINT)):
         signal(SIGINT, lambda number, frame: os._exit(status))
+
+
+def exit_without_finalization(status: int) -> NoReturn:
+    """End the process after its threads and exit functions, without finalizing the interpreter.
+
+    A thread of gloo that releases a tensor during the finalization would end a finished run with SIGABRT and "terminate
+    called without an active exception" (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    import atexit
+    import sys
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # closed, or its reader is gone
+            continue
+    os._exit(status)
 
 
 def _is_replaceable(handler: object) -> bool:
