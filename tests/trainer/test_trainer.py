@@ -213,6 +213,27 @@ def test_model_init_creates_a_new_model_for_every_training(tmp_path):
     assert same(first, weights(trainer))
 
 
+def test_gradients_of_parameters_without_an_optimizer_are_dropped(tmp_path):
+    """A script may give its optimizer only some of the trainable parameters, without freezing the others."""
+    model = Regression()
+    optimizer = torch.optim.SGD([model.a], lr=0.0)
+    of_b = []
+
+    class Gradients(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            of_b.append(model.b.grad.item())
+
+    trainer = make_trainer(
+        tmp_path, model=model, train=points(4), num_train_epochs=3,
+        trainer={"optimizers": (optimizer, None), "callbacks": [Gradients()]},
+    )  # fmt: skip
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert len(norms) == 3
+    assert of_b == pytest.approx([of_b[0]] * 3)
+    assert norms == pytest.approx([norms[0]] * 3)
+
+
 def test_given_optimizers_are_used(tmp_path):
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -192,7 +192,7 @@ class Loop:
         self.callbacks.fire("on_optimizer_step")
         if is_applied and not self.follows_metric:
             self.scheduler.step()
-        self.optimizer.zero_grad()
+        self.drop_gradients()
         self.objective.end_step()
 
         self.loader.advance(step_batch)
@@ -378,8 +378,14 @@ class Loop:
         """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of a step, also those of trainable parameters that a script left out of the optimizer."""
+        self.optimizer.zero_grad()
+        for parameter in self.trainable_parameters():
+            parameter.grad = None
+
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer updates."""
+        """The parameters that receive gradients."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def describe_rows(self, indices: Sequence[int]) -> str:

@@ -39,6 +39,6 @@ def roll_back(loop: Loop, spike: SpikeError, warn: Callable[[str], None]) -> Non
     if newest is None:
         raise NonFiniteError(f"{spike}.{examples} There is no checkpoint to roll back to. Reduce save_steps.")
     warn(f"{spike}.{examples} Rolling back; the examples of this step are skipped from now on.")
-    loop.optimizer.zero_grad()
+    loop.drop_gradients()
     loop.load(newest)
     loop.loader.exclude(indices)
