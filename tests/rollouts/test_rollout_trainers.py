@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from golden_steps import make_models
 from peft import LoraConfig
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 
 from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, UserError
 from run_outputs import same_weights
@@ -212,9 +212,6 @@ def test_script_can_generate_with_the_options_of_the_trainer(folder):
     trainer.top_k = 3
     assert trainer.generation_config.top_k == 3
     trainer.train()
-    trainer.generation_config.temperature = 0.5
-    with pytest.raises(UserError, match=r"Changes of trainer.generation_config have no effect. Received: temperature"):
-        trainer.train()
 
 
 def test_attributes_that_cannot_change_are_refused(folder):
@@ -365,3 +362,84 @@ def test_python_of_documentation_page_runs(folder, monkeypatch):
     )
     exec(script, names)
     assert names["trainer"].state.global_step == 1
+
+
+def test_changes_of_the_generation_config_are_applied(folder):
+    trainer = trainer_of(folder, max_completion_length=12)
+    trainer.generation_config.max_new_tokens = 3
+    trainer.generation_config.top_p = 0.9
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/max_length"] <= 3
+    assert trainer.objective.choices.top_p == trainer.top_p == trainer.generation_config.top_p == 0.9
+    assert trainer.max_completion_length == 12
+    every = list(range(1, len(trainer.processing_class)))
+    trainer.generation_config.eos_token_id = every
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/max_length"] == 1
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", 0.5, r"(?s)temperature=0.5.*The loss depends on it too: set GRPOConfig\(temperature=0.5\)"),
+        ("bad_words_ids", [[3]], r"(?s)bad_words_ids=\[\[3\]\].*Available: top_p"),
+        ("eos_token_id", "</s>", '"eos_token_id" must be a token id or a list of token ids. Received: "</s>"'),
+    ],
+)
+def test_other_changes_of_the_generation_config_are_refused(folder, name, value, message):
+    trainer = trainer_of(folder)
+    setattr(trainer.generation_config, name, value)
+    with pytest.raises(UserError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_generation_kwargs_end_completions(folder, kind):
+    limits = {"max_new_tokens": 4, "eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None}
+    trainer = trainer_of(folder, kind, generation_kwargs=limits, max_completion_length=9)
+    assert 3 in trainer.generation_config.eos_token_id
+    assert trainer.generation_config.max_new_tokens == 4
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/max_length"] <= 4
+    with pytest.raises(UserError, match=r'"max_new_tokens" must be an integer of at least 1. Received: 0'):
+        trainer_of(folder, kind, generation_kwargs={"max_new_tokens": 0})
+
+
+def test_metrics_of_a_script_without_a_number_are_left_out(folder):
+    class Reader(GRPOTrainer):
+        def _calculate_rewards(self, *given):
+            if not self._metrics["train"]["only_read"]:
+                self._metrics["train"]["mean"] += [1.0, float("nan"), 3.0]
+                self._metrics["train"]["unknown"].append(float("nan"))
+            return super()._calculate_rewards(*given)
+
+    trainer = trainer_of(folder, Reader)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["mean"] == 2
+    assert not {"only_read", "unknown"} & log.keys()
+
+
+@pytest.mark.parametrize("logs_completions", [False, True])
+def test_script_reads_the_newest_completions(folder, logs_completions):
+    found = []
+
+    def rewards(completions, log_extra, **_):
+        log_extra("number", list(range(len(completions))))
+        return [None if at == 0 else float(at) for at in range(len(completions))]
+
+    class Reader(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            found.append({name: list(values) for name, values in trainer._logs.items()})
+            assert list(trainer._logs["rewards"]["rewards"])[1:] == [1, 2, 3]
+            assert list(trainer._logs["extra"]["number"]) == [0, 1, 2, 3]
+
+    trainer = trainer_of(
+        folder, rewards=rewards, log_completions=logs_completions, trainer_args={"callbacks": [Reader()]}
+    )
+    trainer.train()
+    assert [len(each["prompt"]) for each in found] == [4, 4]
+    assert all(text.startswith("Repeat") for text in found[0]["prompt"])
+    assert all(isinstance(text, str) for text in found[0]["completion"])
+    assert sum(found[0]["advantages"]) == pytest.approx(0, abs=1e-4)

@@ -92,10 +92,10 @@ _RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE for name in na
 }  # fmt: skip
 
 
-def setting_problems(settings: Mapping[str, Any], where: str) -> list[Problem]:
+def setting_problems(settings: Mapping[str, Any], where: str, remedy: str = DAMAGED_FILE_REMEDY) -> list[Problem]:
     """One problem per generation setting that is not null and of a wrong type or outside its range."""
     return [
-        Problem(f'"{name}" must be {rule[0]}. Received: {quote_value(value)}.', where=where, remedy=DAMAGED_FILE_REMEDY)
+        Problem(f'"{name}" must be {rule[0]}. Received: {quote_value(value)}.', where=where, remedy=remedy)
         for name, rule in _RULES.items()
         if (value := settings.get(name)) is not None and not rule[1](value)
     ]

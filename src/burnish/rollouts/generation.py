@@ -105,6 +105,7 @@ class Generator:
     Args:
         generating: context in which the source may use the trained weights.
         compute_rewards: calls the reward functions, like ``compute_rewards``.
+        max_new_tokens: length limit of a completion, if it is not ``max_completion_length``.
     """
 
     options: GenerationChoices
@@ -114,6 +115,7 @@ class Generator:
     stop_ids: frozenset[int]
     generating: Callable[[], AbstractContextManager[Any]]
     compute_rewards: Callable[..., RewardTable] = compute_rewards
+    max_new_tokens: int | None = None
 
     def sampling(self, is_eval: bool = False) -> Sampling:
         """Return the sampling parameters."""
@@ -144,7 +146,8 @@ class Generator:
     def _generate(self, rows: Sequence[Row], count: int, key: NoiseKey, is_eval: bool) -> list[ScoredCompletion]:
         sampling = self.sampling(is_eval)
         wants = not is_eval and bool(filters_of(self.options))
-        limits = CompletionLimits(self.options.max_completion_length, self.stop_ids, sampling, wants)
+        longest = self.max_new_tokens or self.options.max_completion_length
+        limits = CompletionLimits(longest, self.stop_ids, sampling, wants)
         seen: dict[int, int] = {}
         keys, prompts = [], []
         for row in rows:

@@ -105,6 +105,8 @@ class RolloutObjective(PromptObjective):
         self.needs_reference = bool(options.rl_beta)
         self.source: CompletionSource | None = None
         self.compute_rewards: Callable[..., RewardTable] = compute_rewards
+        self.max_new_tokens: int | None = None
+        self.before_generation: Callable[[], None] = lambda: None
         self.times = PhaseTimes()
         self.on_generation: Callable[[Sequence[ScoredCompletion], Sequence[str], int, int], None] | None = None
 
@@ -199,6 +201,7 @@ class RolloutObjective(PromptObjective):
 
     def generator(self, module: nn.Module, parallel: Parallel) -> Generator:
         assert self.source is not None, "the source of completions must be set before training"
+        self.before_generation()
 
         @contextmanager
         def generating() -> Iterator[None]:
@@ -207,8 +210,9 @@ class RolloutObjective(PromptObjective):
 
         stops = frozenset(self.template.stop_token_ids())
         return Generator(
-            self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.compute_rewards
-        )
+            self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.compute_rewards,
+            self.max_new_tokens,
+        )  # fmt: skip
 
     def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
         """Set the advantage of each completion of a generation batch. Returns values for the log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -187,7 +188,9 @@ class TrlTrainer(Trainer):
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         mode = "train" if self.model.training else "eval"
         for name, values in self._metrics[mode].items():
-            name = f"eval_{name.removeprefix('eval_')}" if mode == "eval" else name
-            logs[name] = sum(values) / len(values)
+            known = [value for value in values if not math.isnan(value)]
+            if known:  # a script that only reads a name has an empty list
+                name = f"eval_{name.removeprefix('eval_')}" if mode == "eval" else name
+                logs[name] = sum(known) / len(known)
         self._metrics[mode].clear()
         super().log(logs, start_time)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
 
 from burnish.config.errors import UserError
+from burnish.config.options import raise_if
+from burnish.models.generation_settings import setting_problems
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
-from burnish.trainer.trl.rollouts.config import RolloutConfig
+from burnish.trainer.trl.rollouts.config import LIMIT_FIELDS, UNUSED_TOKENS, RolloutConfig
+
+_SETTABLE = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Options of ``generation_config`` that are attributes of the trainer as well."""
 
 
 def _setting(name: str) -> Callable[[RolloutAttributes, Any], None]:
@@ -74,22 +79,52 @@ class RolloutAttributes(OverridableTrainer):
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The sampling options, for a script that calls ``model.generate``. burnish's own generation reads the
-        attributes of the trainer instead, so a change of this object is refused."""
-        args, tokenizer = self.args, self._tokenizer
+        """The options of the generation, also for a script that calls ``model.generate``. A script may change those
+        that burnish's generation has, which takes them over before the next generation."""
+        args, tokenizer, objective = self.args, self._tokenizer, self.objective
         return GenerationConfig(
-            max_new_tokens=args.max_completion_length, do_sample=True, temperature=args.temperature, top_p=args.top_p,
-            top_k=args.top_k, min_p=args.min_p, repetition_penalty=args.repetition_penalty, pad_token_id=self._pad,
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(self.objective.template.stop_token_ids()),
+            max_new_tokens=objective.max_new_tokens or args.max_completion_length, do_sample=True,
+            temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty, pad_token_id=self._pad, bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=sorted(objective.template.stop_token_ids()),
         )  # fmt: skip
 
-    def _refuse_changed_generation_config(self) -> None:
+    def _limit_completions(self, limits: Mapping[str, Any]) -> None:
+        """Set the end of completions. Args: limits: ``eos_token_id`` and ``max_new_tokens``, or a part of them."""
+        if (ids := limits.get("eos_token_id")) is not None:
+            given = [ids] if isinstance(ids, int) else list(ids)
+            usual = self._tokenizer.eos_token_id  # TRL cuts completions there in any case
+            template: Any = self.objective.template
+            template.stops = list(dict.fromkeys([*given, *([] if usual is None else [usual])]))
+        if (longest := limits.get("max_new_tokens")) is not None:
+            self.objective.max_new_tokens = int(longest)
+
+    def _take_generation_config(self) -> None:
+        """Apply a script's changes of ``generation_config``.
+
+        Raises:
+            UserError: if a changed option is not one of burnish's generation, or is also one of the loss.
+        """
         given = vars(self).pop("generation_config", None)
         if given is None:
             return
         now, usual = given.to_dict(), self.generation_config.to_dict()
-        if changed := sorted(name for name in now if now[name] != usual.get(name)):
-            what = f"Changes of trainer.generation_config have no effect. Received: {changed[0]}={now[changed[0]]!r}."
-            names = "top_p, top_k, min_p, repetition_penalty and max_completion_length"
-            raise UserError(what, remedy=f"Set an attribute of the trainer ({names}), or an argument of its config.")
+        changed = {
+            name: now.get(name) for name in sorted(now.keys() | usual.keys()) if now.get(name) != usual.get(name)
+        }
+        taken = (*_SETTABLE, *LIMIT_FIELDS)
+        for name, value in changed.items():
+            if name in UNUSED_TOKENS:
+                continue
+            if value is None or name not in taken:
+                what = f"A change of trainer.generation_config has no effect. Received: {name}={value!r}."
+                remedy = "Available: " + ", ".join(taken) + "."
+                if name == "temperature":
+                    remedy = f"The loss depends on it too: set {type(self.args).__name__}(temperature={value!r})."
+                raise UserError(what, remedy=remedy)
+        raise_if(setting_problems(changed, "trainer.generation_config", remedy=""))
+        self._limit_completions(changed)
+        for name in _SETTABLE:
+            if name in changed:
+                setattr(self, name, changed[name])
         self.generation_config = given

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.metrics import as_metrics
 from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.samples import ScoredCompletion
 from burnish.run.rollouts import merging, slots_of
 from burnish.trainer import reporting
 from burnish.trainer.data.in_step import equalize_batches
@@ -56,7 +57,7 @@ from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
 from burnish.trainer.trl.rollouts.rewards import check_reward_models, reward_list
 from burnish.trainer.trl.rollouts.script_source import ScriptSource, check_rollout_func
 from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
-from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
+from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback, empty_logs, fill_logs
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
     Tool,
@@ -91,6 +92,9 @@ class RolloutTrainer(RewardMethods):
     or the model as argument (``compute_loss``, ``_compute_loss``, ``training_step``, ``prediction_step``,
     ``_get_per_token_logps_and_entropies``, ...), that method gets TRL's padded batch and the bare model
     (``scripted.py``).
+
+    Attributes:
+        _logs: texts, rewards and advantages of the newest generation batch, as in TRL. On the main process.
     """
 
     args: RolloutConfig
@@ -136,6 +140,8 @@ class RolloutTrainer(RewardMethods):
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions()
         self.objective.compute_rewards = self._compute_rewards
+        self.objective.before_generation = self._take_generation_config
+        self._limit_completions(cast("dict[str, Any]", args.generation_kwargs or {}))
         of_environments = {"environments"} if self.environments is not None else set()
         is_known = rollout_func is None and calls_rewards  # both may pass other columns
         self.objective.passed_arguments = frozenset({"trainer_state"} | of_environments) if is_known else None
@@ -147,10 +153,11 @@ class RolloutTrainer(RewardMethods):
             eval_dataset=eval_dataset, processing_class=processing_class, callbacks=callbacks, optimizers=optimizers,
         )  # fmt: skip
         self.add_callback(self.objective.times)
-        if args.log_completions:
-            tables = CompletionTablesCallback(choices, Path(args.output_dir))
-            self.objective.on_generation = tables.add
-            self.add_callback(tables)
+        self._logs = empty_logs(args.generation_batch_size or 0)
+        self._tables = CompletionTablesCallback(choices, Path(args.output_dir)) if args.log_completions else None
+        self.objective.on_generation = self._log_generation
+        if self._tables is not None:
+            self.add_callback(self._tables)
         self._eval_rows: list[tuple[Any, PromptRows]] = []
         self._prompts = self._rows_of(train_dataset, "train")
         self._configure_objective(peft_config)
@@ -160,6 +167,11 @@ class RolloutTrainer(RewardMethods):
         if not self._overrides("get_eval_dataloader"):
             sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
             self._eval_rows = [(one, self._rows_of(one, name)) for name, one in sets.items() if one is not None]
+
+    def _log_generation(self, samples: Sequence[ScoredCompletion], names: Sequence[str], *numbers: int) -> None:
+        fill_logs(self._logs, samples, names)
+        if self._tables is not None:
+            self._tables.add(samples, names, *numbers)
 
     # --- the objective ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from burnish.config.options import RawValue, build, option, raise_if, specs
 from burnish.losses.preference_options import ReferenceSyncFields
 from burnish.losses.rollouts.options import LOSSES, OPTION_NAMES, ClipFields, GrpoLossFields
 from burnish.models.generate import SamplingFields
+from burnish.models.generation_settings import setting_problems
 from burnish.rollouts.options import (
     CompletionFields,
     GenerationLossChoices,
@@ -35,6 +36,10 @@ NO_VLLM = "Completions are generated in the training process. Remove use_vllm an
 _NO_VLLM_EFFECT = "completions are generated in the training process."
 _NO_PADDING = "completions are not padded."
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LIMIT_FIELDS = ("eos_token_id", "max_new_tokens")
+"""Arguments of a generation that end a completion."""
+UNUSED_TOKENS = ("pad_token_id", "bos_token_id")
+"""Arguments of a generation that have no effect: completions are not padded, and prompts are complete."""
 _OF_BEAMS = ("length_penalty", "early_stopping")
 """Arguments of beam search in transformers, which have no effect on sampling."""
 _NO_BEAM_SEARCH = "beam search is not used"
@@ -102,7 +107,7 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
     top_p: float = 1.0
     top_k: int = 0
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, f"Additional sampling options: {', '.join(_SAMPLING_FIELDS)}."
+        None, f"Additional options of the generation: {', '.join((*_SAMPLING_FIELDS, *LIMIT_FIELDS))}."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments of the chat template.")
     shuffle_dataset: bool | None = option(True, "Shuffle the prompts.")
@@ -184,11 +189,14 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
         kwargs = {
             name: value
             for name, value in kwargs.items()
-            if (name, value) not in _FIXED_GENERATION_ARGUMENTS and name not in _OF_BEAMS
+            if (name, value) not in _FIXED_GENERATION_ARGUMENTS and name not in (*_OF_BEAMS, *UNUSED_TOKENS)
         }
+        limits = {name: value for name in LIMIT_FIELDS if (value := kwargs.pop(name, None)) is not None}
+        raise_if(setting_problems(limits, "generation_kwargs", remedy=""))
         if unknown := [str(name) for name in kwargs if name not in _SAMPLING_FIELDS]:
-            what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], _SAMPLING_FIELDS)}'
-            remedy = f"Available: {', '.join(_SAMPLING_FIELDS)}."
+            available = (*_SAMPLING_FIELDS, *LIMIT_FIELDS)
+            what = f'`generation_kwargs` does not accept "{unknown[0]}".{did_you_mean(unknown[0], available)}'
+            remedy = f"Available: {', '.join(available)}."
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)
 

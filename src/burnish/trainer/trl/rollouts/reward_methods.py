@@ -59,7 +59,6 @@ class RewardMethods(RolloutAttributes):
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
         """Return the rewards of this rank's completions, using the method that a script may override."""
-        self._refuse_changed_generation_config()
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)

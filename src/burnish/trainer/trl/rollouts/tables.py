@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow  # type: ignore[import-untyped, unused-ignore]
@@ -9,6 +11,28 @@ from pyarrow import parquet  # type: ignore[import-untyped, unused-ignore]
 
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.rollouts.journal import CompletionsCallback
+from burnish.rollouts.samples import ScoredCompletion
+
+
+def empty_logs(size: int) -> dict[str, Any]:
+    """Return TRL's ``_logs`` without completions. Args: size: completions of a generation batch."""
+    return {
+        "images": deque(maxlen=size), "prompt": deque(maxlen=size), "completion": deque(maxlen=size),
+        "rewards": defaultdict(lambda: deque(maxlen=size)), "advantages": deque(maxlen=size),
+        "extra": defaultdict(lambda: deque(maxlen=size)),
+    }  # fmt: skip
+
+
+def fill_logs(logs: dict[str, Any], samples: Sequence[ScoredCompletion], names: Sequence[str]) -> None:
+    """Add a generation batch to ``logs``. Args: names: the reward functions."""
+    logs["prompt"].extend(sample.prompt_text for sample in samples)
+    logs["completion"].extend(sample.text for sample in samples)
+    logs["advantages"].extend(sample.advantage for sample in samples)
+    for at, name in enumerate(names):
+        rewards = [sample.rewards[at] for sample in samples]
+        logs["rewards"][name].extend(float("nan") if reward is None else reward for reward in rewards)
+    for column in sorted({column for sample in samples for column in sample.extra}):
+        logs["extra"][column].extend(sample.extra.get(column) for sample in samples)
 
 
 class CompletionTablesCallback(CompletionsCallback):
