@@ -399,3 +399,30 @@ def test_lone_surrogate_in_a_message_is_escaped(tmp_path):
     write_failure(tmp_path, Problem("\ud800"), ValueError("\ud800"))
     assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["text"] == "\ud800"
     assert json.loads((tmp_path / "outcome.json").read_text())["sentence"] == "\ud800"
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_of_a_prediction_is_written_at_most_once_per_second_and_at_its_end(tmp_path, monkeypatch):
+    metadata, now_s = RunMetadata(tmp_path, lambda error: Problem(str(error))), [100.0]
+    monkeypatch.setattr("burnish.report.metadata.time.time", lambda: now_s[0])
+    metadata.begin("", ["cpu"])
+    seen = []
+    for done in range(1, 9):
+        metadata.on_prediction_step(None, None, None, done=done, total=8)
+        seen.append(json.loads((tmp_path / "progress.json").read_text()))
+        now_s[0] += 0.25
+    assert [row["done"] for row in seen] == [1, 1, 1, 1, 5, 5, 5, 8]
+    assert [row["left_s"] for row in seen[::4]] == [None, 0.75]
+    assert "evaluating" in (tmp_path / "events.jsonl").read_text()
+    metadata.begin("", ["cpu"])
+    assert not (tmp_path / "progress.json").exists()
+
+
+def test_evaluation_during_training_writes_no_progress(tmp_path):
+    metadata = RunMetadata(tmp_path, lambda error: Problem(str(error)))
+    metadata.begin("", ["cpu"])
+    metadata.on_train_begin(None, TrainerState(), None)
+    metadata.on_prediction_step(None, None, None, done=1, total=8)
+    assert not (tmp_path / "progress.json").exists()

@@ -82,6 +82,8 @@ def test_run_predicts_its_held_out_records_and_keeps_its_files(runs_folder: Path
     assert [set(line) for line in result] == [{"prompt", "predict", "label"}] * 3
     assert "predict_exact_match" in json.loads((runs_folder / "writes/predictions/predict_results.json").read_text())
     assert (runs_folder / "writes/run.yaml").read_text() == options
+    progress = json.loads((runs_folder / "writes/predictions/progress.json").read_text())
+    assert (progress["done"], progress["total"]) == (3, 3)
 
 
 @pytest.mark.slow

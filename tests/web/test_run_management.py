@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,19 @@ def test_predictions_and_evaluations_are_listed_by_type(page, root) -> None:
     _, _, html = page.send("GET", "/runs")
     assert "Predictions and evaluations" in html
     assert page.send("GET", f"/runs/{page.id_of('told')}")[0] == 200
+
+
+def test_progress_of_a_prediction_is_read_from_its_file(page, root) -> None:
+    folder = root / "saves" / "answers"
+    folder.mkdir()
+    (folder / "launch.json").write_text(json.dumps(launch_record([], argv=["burnish", "predict", "saves/first"])))
+    row = {"time": time.time(), "done": 32, "total": 200, "left_s": 61.5}
+    (folder / "progress.json").write_text(json.dumps(row))
+    run = next(run for run in page.get("/api/runs")["runs"] if run["name"] == "answers")
+    assert (run["step"], run["total"], run["left_s"]) == (32, 200, 61.5)
+    assert "32 of 200" in page.send("GET", f"/runs/{run['id']}")[2]
+    (folder / "progress.json").write_text('{"done": "x", "total": []}')
+    assert (read_run(folder).step, read_run(folder).total) == (0, 0)
 
 
 def test_throughput_of_a_run_is_measured_over_its_last_interval(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ class Loop:
             with annotate_errors(Activity.EVALUATE, batch):
                 loss = self.loss(batch)
             totals.add(loss, self.objective.num_items(batch))
-            self.callbacks.fire("on_prediction_step")
+            self.callbacks.fire("on_prediction_step", done=totals.num_batches, total=len(eval_set))
         self.set_training_mode(was_training)
         means = self.objective.report(totals.means(self.parallel))
         metrics = {f"{prefix}_{name}": value for name, value in means.items()}

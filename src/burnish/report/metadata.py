@@ -3,6 +3,7 @@
     launch.json    the process that runs it: command, process id and start, host
     run.yaml       the options that were set, and where; it can be run again
     events.jsonl   events: stages, checkpoints, best evaluations, skipped steps, stops
+    progress.json  how far a prediction or an evaluation without training is
     outcome.json   how the run ended; a killed process leaves none
 
 The run itself does not read these files, and writing them does not access the device.
@@ -30,9 +31,10 @@ from burnish.report.results import write_text_atomically
 from burnish.utils.files import open_for_appending, open_regular_file
 
 LAUNCH, RUN_YAML, EVENTS, OUTCOME = "launch.json", "run.yaml", "events.jsonl", "outcome.json"
+PROGRESS = "progress.json"
 REQUESTED_YAML = ".requested.yaml"
 """Options of a requested resume. ``run.yaml`` keeps the options of the run until the request is accepted."""
-METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, "console.log")
+METADATA_NAMES = (LAUNCH, RUN_YAML, REQUESTED_YAML, EVENTS, OUTCOME, PROGRESS, "console.log")
 _MIN_WRITE_INTERVAL_S = 1.0
 """Minimum seconds between two events of a kind. Others are dropped, except those in ``_UNTHROTTLED_EVENTS``."""
 _UNTHROTTLED_EVENTS = frozenset({"stage", "checkpoint", "stopping", "resumed", "skipped"})
@@ -52,6 +54,8 @@ class RunMetadata(TrainerCallback):
         self.folder, self._described = Path(folder), described
         self._written_s: dict[str, float] = {}
         self._step = 0
+        self._is_training = False
+        self._progress_begin: tuple[float, int] | None = None
         self._best: float | None = None
         self._ending: dict[str, Any] | None = None
 
@@ -63,7 +67,8 @@ class RunMetadata(TrainerCallback):
             devices: devices that the run uses.
             rows: numbers of rows "seen" and "dropped".
         """
-        (self.folder / OUTCOME).unlink(missing_ok=True)
+        for name in (OUTCOME, PROGRESS):
+            (self.folder / name).unlink(missing_ok=True)
         self._write(RUN_YAML, run_yaml)
         self._write(LAUNCH, json.dumps({**launch_record(devices), "rows": dict(rows)}, indent=1) + "\n")
         self.event("stage", "loading")
@@ -76,6 +81,21 @@ class RunMetadata(TrainerCallback):
         row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
         with suppress(OSError), open_for_appending(self.folder / EVENTS) as file:
             file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode(errors="backslashreplace") + b"\n")
+
+    def progress(self, done: int, total: int) -> None:
+        """Record the number of complete prompts or batches, at most once per second; always if all are complete."""
+        now_s = time.time()
+        if self._progress_begin is None:
+            self.event("stage", "evaluating")
+        if self._progress_begin is None or done < self._progress_begin[1]:  # or another set of examples has begun
+            self._progress_begin = now_s, done
+        if done < total and now_s - self._written_s.get(PROGRESS, 0.0) < _MIN_WRITE_INTERVAL_S:
+            return
+        self._written_s[PROGRESS] = now_s
+        begin_s, begin = self._progress_begin
+        left_s = (total - done) * (now_s - begin_s) / (done - begin) if done > begin else None
+        row = {"time": round(now_s, 3), "done": done, "total": total, "left_s": left_s}
+        self._write(PROGRESS, json.dumps(row) + "\n")
 
     def record_stop(self, exit_code: int) -> None:
         """Record that a signal stopped the run. It can be resumed."""
@@ -105,7 +125,7 @@ class RunMetadata(TrainerCallback):
     # --- events -------------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._step = state.global_step
+        self._step, self._is_training = state.global_step, True
         if state.global_step:
             self.event("resumed", f"resumed from step {state.global_step}")
         self.event("stage", "training")
@@ -119,6 +139,10 @@ class RunMetadata(TrainerCallback):
         if logs and logs.get("skipped_steps"):
             count = logs["skipped_steps"]
             self.event("skipped", skipped_steps_message(count, state.global_step), count=count)
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if "done" in kwargs and not self._is_training:
+            self.progress(kwargs["done"], kwargs["total"])
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = kwargs.get("metrics") or {}

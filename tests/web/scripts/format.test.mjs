@@ -1,8 +1,20 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const { ago, axisLabels, bytes, duration, joined, optionsOf, humanized, plain, short, shortOption, visible } =
-  await import(new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url));
+const {
+  ago,
+  axisLabels,
+  bytes,
+  duration,
+  joined,
+  optionsOf,
+  humanized,
+  plain,
+  progressOf,
+  short,
+  shortOption,
+  visible,
+} = await import(new URL("../../../src/burnish/serve/page/static/format.js", import.meta.url));
 
 test("labels of an axis have one notation", () => {
   assert.deepEqual(axisLabels([0, 0.0005, 0.001]), ["0", "5e-4", "1e-3"]);
@@ -50,4 +62,10 @@ test("sentences are separated, also after a quoted value", () => {
   assert.equal(joined("It failed.", "Try again."), "It failed. Try again.");
   assert.equal(joined("It failed", ""), "It failed");
   assert.equal(joined(undefined, "Try again."), "Try again.");
+});
+test("progress is in steps and epochs of two decimals, or in prompts without training", () => {
+  const t = (key, values) => `${key} ${Object.values(values).join("/")}`;
+  const run = { step: 3, total: 9, epoch: 0.008163 };
+  assert.equal(progressOf({ ...run, kind: "train" }, t), "step_of 3/9 · epoch_is 0.01");
+  assert.equal(progressOf({ ...run, kind: "predict", epoch: null }, t), "done_of 3/9");
 });

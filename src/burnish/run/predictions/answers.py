@@ -132,16 +132,19 @@ def _generate(
         row = {"input_ids": request.ids, "images": list(questions[missing[number]].images)}
         return replace(request, **reader.of(row))
 
+    count = 0
     with progress("Answering", len(missing), "prompts") as advance:
 
         def done(number: int, response: Finished) -> None:
+            nonlocal count
             advance(1)
             logprobs = response.logprobs
             finished.add(
                 missing[number], response.ids, math.fsum(one.logprob for one in logprobs) if logprobs else None
             )
-            if (number + 1) % slots == 0:
-                run.callbacks.fire("on_prediction_step")
+            count += 1
+            if count % slots == 0 or count == len(missing):
+                run.callbacks.fire("on_prediction_step", done=count, total=len(missing))
 
         with parallel.precision(), packing(model, options.torch_compile, options)():
             generate_all(scheduler, [requests[at] for at in missing], done, with_images)
@@ -184,7 +187,7 @@ def _through_generate(run: Loop, questions: Sequence[Question], config: Any, opt
             own_indices = filled[parallel.rank * size : (parallel.rank + 1) * size]
             for index, ids in zip(together, _answers(run, questions, own_indices, config), strict=False):
                 answers[index] = ids
-            run.callbacks.fire("on_prediction_step")
+            run.callbacks.fire("on_prediction_step", done=min(start + across, len(by_length)), total=len(by_length))
     return answers
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.report.card import serving_lines
-from burnish.report.metadata import launch_record
+from burnish.report.metadata import PROGRESS, launch_record
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.predictions import prediction_files
@@ -146,6 +146,7 @@ class Commands:
         return {
             **facts, "text": text, "folder": shown,
             "written": _weights(folder) if job.expected else 0, "expected": job.expected,
+            "progress": object_in(folder / PROGRESS),
             "lines": _serving_lines(shown, folder) if is_done and job.kind == "export" else [],
             "metrics": _metrics(folder) if is_done and job.kind != "export" else {},
             "run": id_of(folder) if is_done and prediction_files(folder) else "",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
-from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, RUN_YAML, boot_id, start_ticks
+from burnish.report.metadata import EVENTS, LAUNCH, OUTCOME, PROGRESS, RUN_YAML, boot_id, start_ticks
 from burnish.serve.page.runs.files import (
     LOG,
     STATE,
@@ -45,8 +45,8 @@ ALIVE: frozenset[str] = frozenset({"starting", "running", "saving", "evaluating"
 FINAL_STATES: frozenset[str] = frozenset({"stopped", "done", "failed", "died", "unreadable"})
 """States that last until a file of the run changes."""
 _READ = (
-    "", LOG, STATE, LAUNCH, OUTCOME, EVENTS, RUN_YAML, "all_results.json", "train_results.json", "predict_results.json",
-    "eval_results.json",
+    "", LOG, STATE, LAUNCH, OUTCOME, EVENTS, PROGRESS, RUN_YAML, "all_results.json", "train_results.json",
+    "predict_results.json", "eval_results.json",
 )  # fmt: skip
 """The folder of a run, and the files from which it is read."""
 DEPTH, MOST_FOLDERS, LONGEST_S = 4, 5000, 2.0
@@ -204,17 +204,21 @@ def _read_run(folder: Path) -> FoundRun | None:
     evaluated = [row["eval_loss"] for row in rows or logged if _is_number(row.get("eval_loss"))]
     last = (rows or logged or [{}])[-1]
     events = tail_lines(folder / EVENTS)
-    changed = max((_modified_s(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME)), default=0.0)
+    changed = max((_modified_s(folder / name) for name in (LOG, STATE, LAUNCH, OUTCOME, PROGRESS)), default=0.0)
     started_from = max((_whole(event.get("step")) for event in events if _time(event) >= _time(launch)), default=0)
     state = run_state(launch, outcome, rows, events, folder, changed)
     kind = "train" if trained else _kind(folder, launch)
+    progress = {} if kind == "train" else object_in(folder / PROGRESS)
+    step = max(_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))), started_from)
+    total = _whole(last.get("total_steps", last.get("max_steps", 0)))
+    if progress:
+        step, total = _whole(progress.get("done")), _whole(progress.get("total"))
     return FoundRun(
         id=id_of(folder), folder=folder, name=folder.name, maker=_framework(folder, launch, rows), state=state,
         kind=kind, metrics={} if kind == "train" else _metrics(folder, kind),
-        step=max(_whole(last.get("current_steps", last.get("step", outcome.get("step", 0)))), started_from),
-        total=_whole(last.get("total_steps", last.get("max_steps", 0))), epoch=_number(last.get("epoch")),
+        step=step, total=total, epoch=_number(last.get("epoch")),
         loss=_number(trained[-1]["loss"]) if trained else None, eval_loss=_number(evaluated[-1]) if evaluated else None,
-        tokens_per_s=_rate(trained), left_s=_seconds(last.get("remaining_time")),
+        tokens_per_s=_rate(trained), left_s=_number(progress.get("left_s")) or _seconds(last.get("remaining_time")),
         started=_time(launch) or _modified_s(folder), changed=changed,
         sentence=_text(outcome.get("sentence")) or _sentence(state, launch, folder),
         remedy=_text(outcome.get("remedy")), checkpoint=max(checkpoints(folder), default=None),

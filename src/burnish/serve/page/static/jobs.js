@@ -82,16 +82,22 @@ function predictionsOf(job) {
 }
 /** @param {any} job */
 function card(job) {
-  const share = job.expected
-    ? Math.min(job.state === "done" ? 1 : 0.99, job.written / job.expected)
-    : job.state === "done"
+  const { done, total } = job.progress; // of a prediction: prompts or batches
+  const share =
+    job.state === "done"
       ? 1
-      : undefined;
+      : job.expected
+        ? Math.min(0.99, job.written / job.expected)
+        : total
+          ? done / total
+          : undefined;
   const bar = el("progress", { max: 1, value: share, "aria-label": t("progress") });
-  const size =
-    job.expected && job.state === "running"
-      ? ` · ${t("of_about", { done: bytes(job.written), all: bytes(job.expected) })}`
+  const amount = job.expected
+    ? t("of_about", { done: bytes(job.written), all: bytes(job.expected) })
+    : total
+      ? t("done_of", { step: done, total })
       : "";
+  const size = job.state === "running" && amount ? ` · ${amount}` : "";
   const line = (/** @type {string} */ text) =>
     el(
       "p",

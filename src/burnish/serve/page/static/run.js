@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
-import { duration, isRewardModel, joined, short } from "./format.js";
+import { duration, isRewardModel, joined, progressOf, short } from "./format.js";
 import { onRedraw, showMachine, showReward, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
@@ -145,9 +145,7 @@ function show(run) {
   }
   state.className = `state ${facts.state}`;
   $("#progress-line").hidden = !facts.total;
-  $("#progress-text").textContent =
-    t("step_of", { step: facts.step, total: facts.total }) +
-    (facts.epoch === null ? "" : ` · ${t("epoch_is", { epoch: short(facts.epoch) })}`);
+  $("#progress-text").textContent = progressOf(facts, t);
   $("#time-left").textContent = alive && facts.left_s ? t("left_is", { time: duration(facts.left_s) }) : "";
   Object.assign($("#progress"), { max: facts.total || 1, value: facts.step });
   $("#stage").hidden = !alive || facts.total > 0;
@@ -239,7 +237,9 @@ following = follow(
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
       void loadRunWords().then(() => $("ul", panel("events"))?.prepend(eventLine(data)));
     } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]);
-    else if (name === "gone") location.href = `${up}runs`;
-    else if (name === "log") log.add(data.text);
+    else if (name === "gone") {
+      sessionStorage.setItem("notice", t("run_gone", { name: facts.title }));
+      location.href = `${up}runs`;
+    } else if (name === "log") log.add(data.text);
   },
 );
