@@ -165,3 +165,23 @@ def test_action_without_a_server_says_so(visitor, server, alive) -> None:
     visitor.locator("#toast", has_text="Connection").wait_for(state="hidden")
     visitor.click("#stop")
     visitor.locator("#toast", has_text="Connection to the server lost").wait_for()
+
+
+def test_charts_are_printed_in_light_colors(visitor, first) -> None:
+    picture = "document.querySelector('.chart canvas').toDataURL()"
+    pictures = {}
+    for scheme in ("light", "dark"):
+        visitor.emulate_media(color_scheme=scheme)
+        visitor.wait_for_timeout(300)
+        pictures[scheme] = visitor.evaluate(picture)
+    assert pictures["light"] != pictures["dark"]
+    visitor.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert visitor.evaluate(picture) == pictures["light"]
+    visitor.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert visitor.evaluate(picture) == pictures["dark"]
+
+
+def test_page_of_a_vanished_run_says_so(visitor, first) -> None:
+    shutil.rmtree(first)
+    visitor.wait_for_url("**/runs")
+    visitor.locator("#toast", has_text="The folder of first was deleted or moved.").wait_for()

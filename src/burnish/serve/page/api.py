@@ -60,6 +60,7 @@ class Api:
     def __init__(self, site: Site) -> None:
         self.site = site
         self._num_streams = 0
+        self._followed: dict[str, Path] = {}
 
     def routes(self) -> Iterator[tuple[str, str, Answer]]:
         """Routes: method, path, handler."""
@@ -281,7 +282,10 @@ class Api:
             found = {run.id: run for run in await self.site.find_runs()}
         wanted = [found[one] for one in ids if one in found] if ids else list(found.values())
         log = request.query_params.get("log") == "1"
-        return await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids))
+        messages, after = await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids))
+        self._followed |= {run.id: run.folder for run in wanted if ids}
+        gone = [one for one in ids if one not in found and one in self._followed and not self._followed[one].is_dir()]
+        return messages + [("gone", {"run": one}) for one in gone], after
 
 
 def _collect_messages(

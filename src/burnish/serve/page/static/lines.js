@@ -84,8 +84,21 @@ export function table(columns) {
     ),
   );
 }
-/** Redraw when the theme or the width changes. @param {() => void} draw */
+/** Redraw when the theme or the width changes, and in light colors for a print. @param {() => void} draw */
 export const onRedraw = (draw) => {
+  const root = document.documentElement;
+  /** @type {string | undefined} */
+  let theme;
+  addEventListener("beforeprint", () => {
+    theme = root.dataset.theme;
+    root.dataset.theme = "light";
+    draw();
+  });
+  addEventListener("afterprint", () => {
+    if (theme) root.dataset.theme = theme;
+    else delete root.dataset.theme;
+    draw();
+  });
   document.addEventListener("theme", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   let width = innerWidth;

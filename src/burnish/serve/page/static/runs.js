@@ -12,6 +12,10 @@ const known = new Set(rows().map((row) => row.dataset.run));
 for (const cell of $$("[data-started]"))
   cell.textContent = Number(cell.dataset.started) ? ago(Number(cell.dataset.started), language) : "–";
 
+const notice = sessionStorage.getItem("notice"); // of the page of a run that has vanished
+if (notice) notify(notice);
+sessionStorage.removeItem("notice");
+
 // --- filters ----------------------------------------------------------------------------------------------------------
 
 const tagFilter = $("#tag-filter"),
