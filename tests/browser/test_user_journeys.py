@@ -406,3 +406,22 @@ def test_many_windows_follow_one_run_and_all_load(visitor, server) -> None:
         file.write('{"current_steps": 77, "total_steps": 77, "loss": 0.5}\n')
     for window in windows:
         window.locator("#summary", has_text="over 77 steps").wait_for()
+
+
+def test_comparison_of_more_runs_than_fit_says_so(visitor, server) -> None:
+    for number in range(10):
+        folder = server.root / "saves" / f"run-{number}"
+        folder.mkdir(parents=True)
+        rows = [{"current_steps": step, "total_steps": 3, "loss": 3.0 / step, "epoch": 1.0} for step in (1, 2, 3)]
+        (folder / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    visitor.goto(f"{server.address}/runs")
+    visitor.locator("tr[data-run] input").nth(9).wait_for()
+    for box in visitor.locator("tr[data-run] input").all():
+        box.check()
+    visitor.click("#compare")
+    visitor.locator("#most", has_text="At most 8 runs").wait_for()
+    assert visitor.locator(".chip input:checked").count() == 8
+    assert visitor.locator(".chip input:disabled").count() == 2
+    visitor.locator(".chip input:checked").first.uncheck()
+    visitor.locator("#most").wait_for(state="hidden")
+    assert visitor.locator(".chip input:disabled").count() == 0

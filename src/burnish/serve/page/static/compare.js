@@ -10,12 +10,12 @@ import { follow, get } from "./net.js";
 import { language, ready, t } from "./words.js";
 
 await ready;
-const MOST = 8;
-const box = $("#chosen");
+const box = $("#chosen"),
+  most = Number(box.dataset.most);
 /** @type {string[]} */
-let chosen = box.dataset.runs.split(",").filter(Boolean).slice(0, MOST);
+let chosen = box.dataset.runs.split(",").filter(Boolean);
 const runs = (await get("api/runs")).runs.filter((/** @type {any} */ run) => run.kind === "train");
-chosen = chosen.filter((id) => runs.some((/** @type {any} */ run) => run.id === id)); // a link may be old
+chosen = chosen.filter((id) => runs.some((/** @type {any} */ run) => run.id === id)).slice(0, most); // a link may be old
 /** @type {Map<string, any>} */
 const series = new Map(),
   facts = new Map();
@@ -46,9 +46,13 @@ async function load() {
   if (chosen.some((id) => !series.has(id) || !facts.has(id))) return; // one was chosen meanwhile: its call draws all
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
   for (const one of $$(".chip", box)) {
-    const place = chosen.indexOf($("input", one).value);
+    const input = $("input", one),
+      place = chosen.indexOf(input.value);
     $("span", one).className = place < 0 ? "" : `swatch color-c${place}`;
+    input.checked = place >= 0;
+    input.disabled = place < 0 && chosen.length >= most;
   }
+  $("#most").hidden = chosen.length < most;
   draw();
 }
 const label = (/** @type {number} */ place) => facts.get(chosen[place]).title;
@@ -94,7 +98,12 @@ function draw() {
         color: place,
       }))
       .filter((curve) => curve.y.length);
-    charts.get(one.name)?.draw(curves, { zero: one.zero, time: kind === "time" });
+    charts.get(one.name)?.draw(curves, {
+      log: $("#log-scale").checked && /^(eval_)?loss$/.test(one.name),
+      zero: one.zero,
+      clip: $("#clip").checked,
+      time: kind === "time",
+    });
   }
   figures();
   options();
@@ -115,7 +124,7 @@ function figures() {
       "td",
       { class: "number" },
       figure(run[name], best !== null && run[name] === best && chosen.length > 1 ? "b" : "span"),
-      change === null ? null : el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`),
+      change ? el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`) : null,
     );
   };
   const heads = names.map((name) => el("th", { scope: "col", class: name === "state" ? null : "number" }, t(name)));
@@ -194,15 +203,11 @@ box.addEventListener("change", () => {
   const ticked = $$("input:checked", box).map((one) => one.value);
   chosen = [...chosen.filter((id) => ticked.includes(id)), ...ticked.filter((id) => !chosen.includes(id))].slice(
     0,
-    MOST,
+    most,
   );
-  for (const one of $$("input", box)) {
-    one.checked = chosen.includes(one.value);
-    one.disabled = !one.checked && chosen.length >= MOST;
-  }
   void load().then(() => following.again());
 });
-for (const control of ["#smoothing", "#x-axis"]) $(control).addEventListener("input", draw);
+for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
 $("#only-different").addEventListener("input", options);
 onRedraw(draw);
 await load();

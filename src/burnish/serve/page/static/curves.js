@@ -48,6 +48,12 @@ export function rangeOf(values, { zero = false, clip = false } = {}) {
   const room = 0.06 * (high - low);
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
+/** Range of a logarithmic axis without outliers. @param {any[]} values */
+export const logRangeOf = (values) =>
+  rangeOf(
+    values.filter((value) => value > 0).map((value) => Math.log10(value)),
+    { clip: true },
+  ).map((power) => 10 ** power);
 /**
  * Tokens per second between two logs, excluding evaluations; the logged value is the mean since
  * the start. @param {Columns} columns
