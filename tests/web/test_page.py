@@ -470,6 +470,7 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
         assert (status, json.loads(text)) == (202, {"queued": 1})
     with start_page(root, tmp_path / "home", KEY) as page:
         assert [one["number"] for one in page.get("/api/runs")["queue"]] == [1]
+        assert "Queued, position 1: saves/next" in page.send("GET", "/runs")[2]
         starter = page.site.starter
         import asyncio
 

@@ -12,7 +12,7 @@ const known = new Set(rows().map((row) => row.dataset.run));
 for (const cell of $$("[data-started]"))
   cell.textContent = Number(cell.dataset.started) ? ago(Number(cell.dataset.started), language) : "–";
 
-const notice = sessionStorage.getItem("notice"); // of the page of a run that has vanished
+const notice = sessionStorage.getItem("notice"); // of the page before
 if (notice) notify(notice);
 sessionStorage.removeItem("notice");
 
@@ -61,7 +61,12 @@ $("#runs")?.addEventListener("change", () => {
 });
 for (const button of $$("[data-unqueue]")) {
   button.addEventListener("click", async () => {
-    await send("DELETE", `api/queue/${button.dataset.unqueue}`);
+    try {
+      await send("DELETE", `api/queue/${button.dataset.unqueue}`);
+    } catch (failed) {
+      if (!(failed instanceof Failed)) throw failed;
+      sessionStorage.setItem("notice", failed.message); // it may have started meanwhile
+    }
     location.reload();
   });
 }
@@ -123,7 +128,8 @@ async function remove(row, name) {
           await send("POST", `api/trash/${entry}`, {});
           location.reload();
         } catch (failed) {
-          notify(String(failed));
+          if (failed instanceof Failed) notify(failed.message);
+          else throw failed;
         }
       },
     ]);
