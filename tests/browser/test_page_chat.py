@@ -121,6 +121,38 @@ def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, request
     ]
 
 
+def test_edit_is_cancelled_with_escape_and_keeps_the_image(visitor, server, requests) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (8, 8), "red").save(server.root / "red.png")
+    visitor.set_input_files("input[type=file]", server.root / "red.png")
+    visitor.fill("#message", "Which color?")
+    visitor.click("#send")
+    visitor.get_by_text("It is three.").wait_for()
+    asked = visitor.locator('.side[data-side="0"] .turn.user')
+    assert asked.locator("img").count() == 1
+    asked.get_by_role("button", name="Edit").click()
+    visitor.keyboard.press("Escape")
+    assert asked.locator("textarea").count() == 0
+    assert asked.locator("img").count() == 1
+    assert visitor.evaluate("document.activeElement.title") == "Edit"
+
+
+def test_reopened_conversation_names_the_model_of_each_response(visitor, requests) -> None:
+    visitor.fill("#message", "First question")
+    visitor.click("#send")
+    visitor.get_by_text("It is three.").wait_for()
+    heading = visitor.locator('.side[data-side="0"] .turn.assistant h2')
+    assert heading.inner_text() == "first"
+    visitor.goto(visitor.url.partition("?")[0])
+    heading.wait_for()
+    assert heading.inner_text() == "first"
+    visitor.select_option("select[data-side='0']", "path:model")
+    visitor.reload()
+    heading.wait_for()
+    assert heading.inner_text() == "first"
+
+
 def test_refused_message_leaves_no_empty_bubble(visitor, requests) -> None:
     error = json.dumps({"error": {"message": "The prompt is too long.", "code": "context_length_exceeded"}})
     visitor.route("**/api/chat/*", lambda route: route.fulfill(status=400, content_type="application/json", body=error))

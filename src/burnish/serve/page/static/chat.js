@@ -47,7 +47,8 @@ function showTurn(turn) {
       turns = turns.slice(0, turns.indexOf(turn));
       begin({ user: text, images: turn.images, answers: [null, null], again: 0 });
     });
-    for (const one of chain(turn.answers[side])) finish(turnNode("assistant", side, name(side)), one, side, turn);
+    for (const one of chain(turn.answers[side]))
+      finish(turnNode("assistant", side, one.by ?? name(side)), one, side, turn);
   }
   $('.side[data-side="reference"]').hidden = !turns.some((one) => one.reference);
   if (!turn.reference) return;
@@ -71,8 +72,8 @@ async function answer(side, turn, seed) {
     last = chain(turn.answers[side]).at(-1),
     offered = tools(),
     stop = new AbortController();
-  const one = /** @type {any} */ ({ text: "", reasoning: "", calls: [], pieces: [] });
-  const node = turnNode("assistant", side, name(side));
+  const one = /** @type {any} */ ({ by: name(side), text: "", reasoning: "", calls: [], pieces: [] });
+  const node = turnNode("assistant", side, one.by);
   if (last) last.next = one;
   else turn.answers[side] = one;
   answering.push(stop);

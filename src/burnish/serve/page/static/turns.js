@@ -95,18 +95,16 @@ export function promptNode(turn, side, edited) {
 function edit(node, text, edited) {
   const field = el("textarea", { rows: 3, "aria-label": t("edit") });
   field.value = text;
-  const cancel = el(
-    "button",
-    {
-      type: "button",
-      onclick: () => {
-        node.text.replaceChildren(...nodes(text));
-        node.tools.hidden = false;
-      },
-    },
-    t("cancel"),
-  );
-  const before = [...node.text.childNodes];
+  const before = [...node.text.childNodes]; // with its images
+  const restore = () => {
+    node.text.replaceChildren(...before);
+    node.tools.hidden = false;
+    $("button:last-child", node.tools).focus();
+  };
+  const cancel = el("button", { type: "button", onclick: restore }, t("cancel"));
+  field.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+    if (event.key === "Escape") restore();
+  });
   node.tools.hidden = true;
   node.text.replaceChildren(
     el(
