@@ -185,3 +185,19 @@ def test_page_of_a_vanished_run_says_so(visitor, first) -> None:
     shutil.rmtree(first)
     visitor.wait_for_url("**/runs")
     visitor.locator("#toast", has_text="The folder of first was deleted or moved.").wait_for()
+
+
+def test_run_that_failed_before_its_first_step_offers_no_chat(visitor, server, first) -> None:
+    folder = server.root / "saves" / "failed"
+    folder.mkdir()
+    (folder / "launch.json").write_text((first / "launch.json").read_text())
+    (folder / "run.yaml").write_text((first / "run.yaml").read_text())
+    end_run(folder, "failed")
+    visitor.goto(f"{server.address}/runs")
+    visitor.get_by_role("link", name="failed", exact=True).click()
+    visitor.locator("#resume").wait_for()
+    assert not visitor.is_visible("#to-chat")
+    assert "Waiting" not in visitor.inner_text("main")
+    visitor.goto(f"{server.address}/chat")
+    visitor.locator("select[data-side='0'] option", has_text="first").first.wait_for(state="attached")
+    assert visitor.locator("select[data-side='0'] option", has_text="failed").count() == 0

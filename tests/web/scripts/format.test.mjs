@@ -6,6 +6,7 @@ const {
   axisLabels,
   bytes,
   duration,
+  hasWeights,
   joined,
   optionsOf,
   humanized,
@@ -62,6 +63,13 @@ test("sentences are separated, also after a quoted value", () => {
   assert.equal(joined("It failed.", "Try again."), "It failed. Try again.");
   assert.equal(joined("It failed", ""), "It failed");
   assert.equal(joined(undefined, "Try again."), "Try again.");
+});
+test("a run without a checkpoint has weights only if it is done", () => {
+  const run = { kind: "train", maker: "burnish", checkpoint: null, state: "failed" };
+  assert.equal(hasWeights(run), false);
+  assert.equal(hasWeights({ ...run, state: "done" }), true);
+  assert.equal(hasWeights({ ...run, checkpoint: 8 }), true);
+  assert.equal(hasWeights({ ...run, kind: "predict", state: "done" }), false);
 });
 test("progress is in steps and epochs of two decimals, or in prompts without training", () => {
   const t = (key, values) => `${key} ${Object.values(values).join("/")}`;

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
-import { duration, isRewardModel, joined, progressOf, short } from "./format.js";
+import { duration, hasWeights, isRewardModel, joined, progressOf, short } from "./format.js";
 import { onRedraw, showMachine, showReward, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
 import { Failed, api, follow, get, up } from "./net.js";
@@ -156,7 +156,10 @@ function show(run) {
     $("[data-caption=eval_loss]").textContent = eventText({ kind: "best", text: facts.best ?? "" });
     showReward(columns, facts.loss);
   }
-  if (!alive && !columns.step.length) for (const node of $$(".skeleton-card")) node.remove();
+  if (!alive && !columns.step.length) {
+    for (const node of $$(".skeleton-card")) node.remove();
+    if (isTraining) $("#summary").textContent = "";
+  }
   const sentence = joined(usualSentence(facts.sentence), usualSentence(facts.remedy));
   $("#sentence").hidden = !sentence;
   $("#sentence").className = `notice${["failed", "died"].includes(facts.state) ? " bad" : ""}`;
@@ -195,7 +198,7 @@ $("#stop-now").addEventListener("click", async () => {
     void post("stop", { how: "now" });
 });
 $("#resume").addEventListener("click", () => post("continue", {}));
-$("#csv").addEventListener("click", () =>
+$("#csv")?.addEventListener("click", () =>
   download(new Blob([csv(columns)], { type: "text/csv" }), `${facts.title}.csv`),
 );
 if (isTraining) {
@@ -210,7 +213,7 @@ if (isTraining) {
 /** @param {any} run */
 function fill(run) {
   stage = run.events.findLast((/** @type {any} */ event) => event.kind === "stage")?.text ?? "";
-  $("#to-chat").hidden = isRewardModel(run.yaml);
+  $("#to-chat").hidden = isRewardModel(run.yaml) || !hasWeights(run);
   fillPanels(run);
 }
 const drawn = isTraining ? await fetchSeries() : ""; // before the state, of which no change is missed then

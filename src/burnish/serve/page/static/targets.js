@@ -1,6 +1,7 @@
 // @ts-check
 // Models for chat, evaluation and export: runs, their checkpoints, and model folders.
 import { el } from "./dom.js";
+import { hasWeights } from "./format.js";
 import { get } from "./net.js";
 import { t } from "./words.js";
 
@@ -17,10 +18,7 @@ export async function findTargets(chosen = "", isWanted = () => true) {
   const found = new Map();
   if (named) found.set("named", { label: named, group: t("models"), body: { named: true }, folder: "" });
   const usable = runs
-    .filter(
-      (/** @type {any} */ run) =>
-        run.kind === "train" && (run.maker === "burnish" || run.checkpoint) && run.state !== "unreadable",
-    )
+    .filter((/** @type {any} */ run) => hasWeights(run) && run.state !== "unreadable")
     .filter((/** @type {any} */ run, /** @type {number} */ place) => place < 40 || run.id === chosen.split("/")[0]);
   const details = await Promise.all(
     usable.map((/** @type {any} */ run) => (run.checkpoint ? get(`api/runs/${run.id}`).catch(() => null) : null)),
