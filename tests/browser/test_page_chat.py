@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import burnish
+from browser.conftest import wait_for
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 ENGINE = {"id": "e" * 12, "name": "first", "state": "ready", "said": ""}
@@ -151,6 +152,36 @@ def test_reopened_conversation_names_the_model_of_each_response(visitor, request
     visitor.reload()
     heading.wait_for()
     assert heading.inner_text() == "first"
+
+
+def test_stop_and_edit_during_a_response_leave_one_response(visitor, requests) -> None:
+    release = []
+
+    def hold(route) -> None:
+        if len(requests) < 2:
+            requests.append(json.loads(route.request.post_data))
+            release.append(route)  # the response never begins
+        else:
+            route.fulfill(status=200, content_type="text/event-stream", body=chunks({"content": "It is four."}))
+
+    visitor.unroute("**/api/chat/*")
+    visitor.route("**/api/chat/*", hold)
+    visitor.fill("#message", "1 + 2?")
+    visitor.click("#send")
+    visitor.click("#stop-response")
+    visitor.locator('.side[data-side="0"] .figures', has_text="stopped").wait_for()
+    assert visitor.evaluate("document.activeElement.id") == "message"
+    visitor.fill("#message", "1 + 3?")
+    visitor.click("#send")
+    wait_for(lambda: len(requests) == 2)
+    last = visitor.locator('.side[data-side="0"] .turn.user').last
+    last.get_by_role("button", name="Edit").click()
+    last.locator("textarea").fill("2 + 2?")
+    last.get_by_role("button", name="Send").click()
+    visitor.get_by_text("It is four.").wait_for()
+    visitor.wait_for_selector("#stop-response", state="hidden")
+    assert visitor.locator('.side[data-side="0"] .turn.user').count() == 2
+    assert visitor.locator('.side[data-side="0"] .turn.assistant').count() == 2
 
 
 def test_refused_message_leaves_no_empty_bubble(visitor, requests) -> None:

@@ -2,13 +2,14 @@
 // A conversation with one model, or with two side by side; responses are streamed.
 import { $, $$, copy, download, notify } from "./dom.js";
 import { Engines } from "./engines.js";
-import { isRewardModel, short, visible } from "./format.js";
+import { isRewardModel, visible } from "./format.js";
 import { history } from "./history.js";
 import { Attached, withImages, withoutPixels } from "./images.js";
 import { nodes } from "./md.js";
 import { answers, chain, conversation, toolsOf } from "./messages.js";
 import { Failed, get, send } from "./net.js";
 import { choices, findTargets } from "./targets.js";
+import { sampling, statistics } from "./sampling.js";
 import { fill, promptNode, small, turnNode, waits } from "./turns.js";
 import { loadWordsOf, ready, t } from "./words.js";
 await Promise.all([ready, loadWordsOf("chat")]);
@@ -44,6 +45,7 @@ function show() {
 function showTurn(turn) {
   for (const side of [0, 1]) {
     promptNode(turn, side, (text) => {
+      stopAnswers();
       turns = turns.slice(0, turns.indexOf(turn));
       begin({ user: text, images: turn.images, answers: [null, null], again: 0 });
     });
@@ -66,8 +68,8 @@ function finish(node, one, side, turn) {
 }
 const messagesOf = (/** @type {number} */ side) => conversation($("#system").value, turns, side);
 const tools = () => toolsOf($("#tools").value);
-/** @param {number} side @param {any} turn @param {number | undefined} seed */
-async function answer(side, turn, seed) {
+/** @param {number} side @param {any} turn */
+async function answer(side, turn) {
   const messages = messagesOf(side),
     last = chain(turn.answers[side]).at(-1),
     offered = tools(),
@@ -79,18 +81,10 @@ async function answer(side, turn, seed) {
   answering.push(stop);
   fill(node, one);
   toEnd();
-  const began = performance.now(),
-    number = (/** @type {string} */ id) => ($(id).value === "" ? undefined : Number($(id).value));
+  const began = performance.now();
   let [firstMs, count] = [0, 0];
   try {
-    const body = {
-      messages,
-      temperature: number("#temperature"),
-      top_p: number("#top_p"),
-      max_tokens: number("#max_tokens"),
-      seed,
-      ...(offered.length ? { tools: offered } : {}),
-    };
+    const body = { messages, ...sampling(turn.again), ...(offered.length ? { tools: offered } : {}) };
     for await (const tokens of answers(engines.running[side].id, body, one, stop.signal)) {
       if (!firstMs && (one.text || one.reasoning)) firstMs = performance.now() - began;
       count = tokens;
@@ -98,12 +92,7 @@ async function answer(side, turn, seed) {
       fill(node, one);
       if (follows) toEnd();
     }
-    const seconds = (performance.now() - began) / 1000;
-    one.figures = t("response_statistics", {
-      tokens: count,
-      rate: short(count / seconds),
-      first: short(firstMs / 1000),
-    });
+    one.figures = statistics(count, performance.now() - began, firstMs);
   } catch (failed) {
     one.figures = stop.signal.aborted ? t("was_stopped") : failed instanceof Error ? failed.message : String(failed);
   }
@@ -133,18 +122,24 @@ async function begin(turn) {
 }
 /** @param {number[]} sides @param {any} turn */
 async function during(sides, turn) {
-  answering = [];
+  const own = (answering = []);
   busy(true);
-  const seed = $("#seed").value === "" ? undefined : Number($("#seed").value) + turn.again;
   try {
-    await Promise.all(sides.map((side) => answer(side, turn, seed)));
+    await Promise.all(sides.map((side) => answer(side, turn)));
   } catch (failed) {
     if (!(failed instanceof SyntaxError)) throw failed;
     notify(t("tools_wrong"));
   }
+  if (answering !== own) return; // stopped by an edit or by another conversation
   busy(false);
   settle();
   keep();
+}
+/** Stop the responses that are being written, before the conversation changes. */
+function stopAnswers() {
+  for (const stop of answering) stop.abort();
+  answering = [];
+  busy(false);
 }
 function keep() {
   const [system, tools] = [$("#system").value, $("#tools").value];
@@ -163,7 +158,8 @@ function retry() {
 }
 /** Open a saved conversation, or start a new one. @param {string} id */
 async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
-  for (const stop of answering) stop.abort();
+  if (!$("#stop-response").hidden) keep();
+  stopAnswers();
   const saved = isKept ? await get(`api/chats/${id}`).catch(() => null) : null;
   chat = id;
   sessionStorage.setItem("chat", saved ? chat : "");
@@ -190,7 +186,10 @@ $("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) =
     $("#composer").requestSubmit();
   }
 });
-$("#stop-response").addEventListener("click", () => answering.forEach((stop) => stop.abort()));
+$("#stop-response").addEventListener("click", () => {
+  answering.forEach((stop) => stop.abort());
+  $("#message").focus();
+});
 $("#retry").addEventListener("click", retry);
 $("#new-chat").addEventListener("click", () => open());
 history(

@@ -1,0 +1,20 @@
+// @ts-check
+// Generation settings of the chat, and the speed of a response.
+import { $ } from "./dom.js";
+import { short } from "./format.js";
+import { t } from "./words.js";
+
+const number = (/** @type {string} */ id) => ($(id).value === "" ? undefined : Number($(id).value));
+/** The settings of a request; empty fields are left to the model. @param {number} again how often the response was retried */
+export function sampling(again) {
+  const seed = number("#seed");
+  return {
+    temperature: number("#temperature"),
+    top_p: number("#top_p"),
+    max_tokens: number("#max_tokens"),
+    seed: seed === undefined ? undefined : seed + again,
+  };
+}
+/** @param {number} tokens @param {number} ms of the whole response @param {number} firstMs until its first token */
+export const statistics = (tokens, ms, firstMs) =>
+  t("response_statistics", { tokens, rate: short((1000 * tokens) / ms), first: short(firstMs / 1000) });
