@@ -18,11 +18,11 @@ async function showTrash() {
     const back = async () => {
       try {
         await send("POST", `api/trash/${run.id}`, {});
-        await showTrash();
       } catch (failed) {
         if (failed instanceof Failed) notify(failed.message);
         else throw failed;
       }
+      await showTrash(); // after an error too: another window may have restored it
     };
     return el(
       "li",
