@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.report.card import serving_lines
-from burnish.report.metadata import PROGRESS, launch_record
+from burnish.report.metadata import LAUNCH, PROGRESS, launch_record
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.runs.files import object_in
 from burnish.serve.page.runs.predictions import prediction_files
@@ -149,7 +149,8 @@ class Commands:
             "progress": object_in(folder / PROGRESS),
             "lines": _serving_lines(shown, folder) if is_done and job.kind == "export" else [],
             "metrics": _metrics(folder) if is_done and job.kind != "export" else {},
-            "run": id_of(folder) if is_done and prediction_files(folder) else "",
+            "run": id_of(folder) if (folder / LAUNCH).is_file() else "",
+            "answers": is_done and bool(prediction_files(folder)),
         }  # fmt: skip
 
     def _facts(self, job: StartedJob) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 // Exports, predictions and evaluations: forms, and started jobs with their state.
 import { $, copy, el, figure } from "./dom.js";
 import { bytes, duration, plain } from "./format.js";
-import { Failed, get, pause, send } from "./net.js";
+import { Failed, get, pause, send, up } from "./net.js";
 import { choices, findTargets } from "./targets.js";
 import { ready, t } from "./words.js";
 
@@ -129,8 +129,8 @@ function card(job) {
         )
       : null,
     job.lines.length ? el("div", { class: "job-lines" }, el("p", {}, t("export_done")), job.lines.map(line)) : null,
-    job.run ? predictionsOf(job) : null,
-    el("small", { class: "mono" }, job.folder),
+    job.answers ? predictionsOf(job) : null,
+    el("small", { class: "mono" }, job.run ? el("a", { href: `${up}runs/${job.run}` }, job.folder) : job.folder),
     el(
       "details",
       { open: job.state !== "done" },
