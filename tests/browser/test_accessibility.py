@@ -155,11 +155,9 @@ def test_page_falls_back_to_polling_behind_buffering_proxy(visitor, server, run)
 def test_start_is_a_few_keys_away_from_the_top_of_the_form(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     visitor.wait_for_selector("#box-model_name_or_path")
-    for name, value in FORM.items():
-        if visitor.locator(f"#box-{name}").count():
-            visitor.locator(f"#box-{name}").first.fill(value) if name != "finetuning_type" else None
+    visitor.fill("#box-model_name_or_path", "model")
+    visitor.fill("#box-dataset", "data/train.jsonl")
     visitor.wait_for_selector("#start:not([disabled])")
-    visitor.evaluate("document.activeElement.blur(); scrollTo(0, 0); document.getSelection().collapse(document.body, 0)")
     visitor.locator("a.skip", has_text="Skip to the plan").focus()
     visitor.keyboard.press("Enter")
     for _ in range(10):
