@@ -1,6 +1,6 @@
 // @ts-check
 // Charts based on the bundled uPlot: shared cursor and zoom, values at the cursor, PNG and CSV export in a menu.
-import { WHOLE, csv, countNonFinite, logRangeOf, rangeOf } from "./curves.js";
+import { WHOLE, csv, countNonFinite, rangeOf } from "./curves.js";
 import { $, download, el, menu } from "./dom.js";
 import { axisLabels, bytes, duration, short } from "./format.js";
 import { COLORS, linesOfCurve, valueNear, themeColor } from "./lines.js";
@@ -77,8 +77,7 @@ export class Chart {
     const ink = themeColor("muted"),
       grid = { stroke: themeColor("border"), width: 1 },
       font = "11px Inter, system-ui, sans-serif";
-    const shown = data.slice(1).flat(),
-      range = log ? logRangeOf(shown) : rangeOf(shown, { zero, clip });
+    const range = rangeOf(data.slice(1).flat(), { zero, clip, log });
     this.shown = this.options.unit === "bytes" ? bytes : (/** @type {any} */ value) => short(value, language);
     const xText = time ? duration : (/** @type {any} */ value) => short(value, language);
     this.xText = xText;

@@ -33,9 +33,14 @@ export function xValues(columns, kind) {
 /**
  * Range of a y axis. It spans at least a quarter of the magnitude of the values, so that noise on a flat curve stays
  * small. With `zero` it starts at 0.
- * @param {(number | null)[]} values @param {{zero?: boolean, clip?: boolean}} options @returns {[number, number]}
+ * @param {(number | null)[]} values @param {{zero?: boolean, clip?: boolean, log?: boolean}} options @returns {number[]}
  */
-export function rangeOf(values, { zero = false, clip = false } = {}) {
+export function rangeOf(values, { zero = false, clip = false, log = false } = {}) {
+  if (log)
+    return rangeOf(
+      values.map((one) => (one > 0 ? Math.log10(one) : null)),
+      { clip },
+    ).map((power) => 10 ** power);
   const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
   if (!sorted.length) return [0, 1];
   const at = (/** @type {number} */ share) => sorted[Math.round(share * (sorted.length - 1))];
@@ -48,12 +53,6 @@ export function rangeOf(values, { zero = false, clip = false } = {}) {
   const room = 0.06 * (high - low);
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
-/** Range of a logarithmic axis without outliers. @param {any[]} values */
-export const logRangeOf = (values) =>
-  rangeOf(
-    values.filter((value) => value > 0).map((value) => Math.log10(value)),
-    { clip: true },
-  ).map((power) => 10 ** power);
 /**
  * Tokens per second between two logs, excluding evaluations; the logged value is the mean since
  * the start. @param {Columns} columns

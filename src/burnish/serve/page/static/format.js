@@ -68,10 +68,7 @@ export function visible(text) {
 }
 /** Remove terminal color codes, and text overwritten after a carriage return. @param {string} text */
 export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
-/**
- * How far a run is: "step 3 of 9 · epoch 0.33", or "3 of 9" prompts or batches without training.
- * @param {any} run @param {(key: string, values: any) => string} t
- */
+/** How far a run is. @param {any} run @param {(key: string, values: any) => string} t */
 export const progressOf = ({ kind, step, total, epoch }, t) =>
   t(kind === "train" ? "step_of" : "done_of", { step, total }) +
   (typeof epoch === "number" ? ` · ${t("epoch_is", { epoch: epoch.toFixed(2) })}` : "");

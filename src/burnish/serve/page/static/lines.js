@@ -87,16 +87,14 @@ export function table(columns) {
 /** Redraw when the theme or the width changes, and in light colors for a print. @param {() => void} draw */
 export const onRedraw = (draw) => {
   const root = document.documentElement;
-  /** @type {string | undefined} */
-  let theme;
+  let theme = "";
   addEventListener("beforeprint", () => {
-    theme = root.dataset.theme;
+    theme = root.dataset.theme ?? "";
     root.dataset.theme = "light";
     draw();
   });
   addEventListener("afterprint", () => {
-    if (theme) root.dataset.theme = theme;
-    else delete root.dataset.theme;
+    root.dataset.theme = theme;
     draw();
   });
   document.addEventListener("theme", draw);

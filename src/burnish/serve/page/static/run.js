@@ -156,10 +156,7 @@ function show(run) {
     $("[data-caption=eval_loss]").textContent = eventText({ kind: "best", text: facts.best ?? "" });
     showReward(columns, facts.loss);
   }
-  if (!alive && !columns.step.length) {
-    for (const node of $$(".skeleton-card")) node.remove();
-    if (isTraining) $("#summary").textContent = "";
-  }
+  if (!alive && !columns.step.length) for (const node of $$(".skeleton-card, #waiting")) node.remove();
   const sentence = joined(usualSentence(facts.sentence), usualSentence(facts.remedy));
   $("#sentence").hidden = !sentence;
   $("#sentence").className = `notice${["failed", "died"].includes(facts.state) ? " bad" : ""}`;
@@ -194,6 +191,7 @@ const post = async (path, body, text) => {
 };
 $("#stop").addEventListener("click", () => post("stop", { how: "save" }, t("stopping")));
 $("#stop-now").addEventListener("click", async () => {
+  await loadRunWords();
   if (await askToConfirm(t("stop_now_sure", { checkpoint: facts.checkpoint ?? "–", step: facts.step }), t("stop_now")))
     void post("stop", { how: "now" });
 });
@@ -240,9 +238,11 @@ following = follow(
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
       void loadRunWords().then(() => $("ul", panel("events"))?.prepend(eventLine(data)));
     } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]);
-    else if (name === "gone") {
-      sessionStorage.setItem("notice", t("run_gone", { name: facts.title }));
-      location.href = `${up}runs`;
-    } else if (name === "log") log.add(data.text);
+    else if (name === "gone")
+      void loadRunWords().then(() => {
+        sessionStorage.setItem("notice", t("run_gone", { name: facts.title }));
+        location.href = `${up}runs`;
+      });
+    else if (name === "log") log.add(data.text);
   },
 );
