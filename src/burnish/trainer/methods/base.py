@@ -25,6 +25,7 @@ from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data.in_step import CONTAINERS, map_items
+from burnish.trainer.processes import share_with_accelerate
 
 
 @dataclass
@@ -127,6 +128,8 @@ class TrainerBase:
     def create_accelerator_and_postprocess(self) -> None:
         """Create ``accelerator``. An override calls this method, and may change its result."""
         self._parallel = create_parallel(plain_options(self.args))
+        if self._parallel.world_size > 1 and self._parallel.device.type == "cpu":
+            share_with_accelerate()
         self.accelerator = ParallelAccelerator(
             self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
         )

@@ -1,0 +1,35 @@
+"""accelerate's own functions and states in a script with several processes on CPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer_run import make_trainer
+from two_processes import in_two_processes
+
+
+def run_script(folder: str) -> None:
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import gather_object
+
+    accelerator, state = Accelerator(), PartialState()
+    trainer = make_trainer(Path(folder) / "out", max_steps=2)
+    trainer.train()
+    trainer = make_trainer(Path(folder) / "other", max_steps=1)
+    rank = trainer.args.process_index
+    found = {
+        "gathered": gather_object([rank]), "of_state": [state.num_processes, state.process_index],
+        "of_accelerator": [accelerator.num_processes, accelerator.process_index], "is_main": state.is_main_process,
+    }  # fmt: skip
+    accelerator.wait_for_everyone()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.run
+def test_states_of_accelerate_have_all_processes(tmp_path):
+    in_two_processes(run_script, str(tmp_path))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "gathered": [0, 1], "of_state": [2, rank], "of_accelerator": [2, rank], "is_main": rank == 0,
+        }  # fmt: skip
