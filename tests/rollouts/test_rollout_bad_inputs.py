@@ -94,3 +94,13 @@ def test_unusable_records_of_a_trainer_are_rejected(folder, dataset, message):  
 
 def test_one_weight_may_be_a_number(folder):  # noqa: F811
     assert trainer_of(folder, reward_weights=2).reward_weights.tolist() == [2.0]
+
+
+def test_groups_within_a_process_are_explained(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError) as caught:
+        GRPOConfig(str(tmp_path), per_device_train_batch_size=2, num_generations=4, use_cpu=True, bf16=False)
+    text = str(caught.value)
+    assert "2 × 1 = 2 completions per generation batch and process are not a multiple of num_generations 4" in text
+    assert "One process generates all completions of a prompt" in text
+    assert "Nearest: 4." in text

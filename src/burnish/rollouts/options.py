@@ -303,15 +303,15 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
         found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
     own = per_device * steps
     if group >= 2 and own % group:
+        of_process = " and process" if world > 1 else ""
         what = (
-            f"{per_device} × {steps} = {own} completions per generation batch are not a multiple of num_generations "
-            f"{group}."
+            f"{per_device} × {steps} = {own} completions per generation batch{of_process} are not a multiple of "
+            f"num_generations {group}."
         )
-        found.append(
-            Problem(
-                what, remedy=_nearest_multiples(own, group), option=("num_generations", "per_device_train_batch_size")
-            )
-        )
+        why = "One process generates all completions of a prompt" if world > 1 else ""
+        remedy = _nearest_multiples(own, group)
+        names = ("num_generations", "per_device_train_batch_size")
+        found.append(Problem(what, why=why, remedy=remedy, option=names))
     return found
 
 
