@@ -10,6 +10,7 @@ import os
 from datetime import timedelta
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import nn
 
 from burnish.parallel.ddp import SYNC_BUFFERS_ARGUMENT, DdpParallel, syncing_arguments
@@ -52,3 +53,16 @@ def blank_tracker() -> Any:
     from accelerate.tracking import GeneralTracker
 
     return GeneralTracker(_blank=True)
+
+
+def share_with_accelerate() -> None:
+    """Give accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) the open process
+    group of a run on CPUs. Without this, accelerate finds a single process there."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    if PartialState._shared_state.get("num_processes") == dist.get_world_size():
+        return
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    if AcceleratorState._shared_state:  # of an Accelerator that the script created before
+        AcceleratorState._shared_state.update(PartialState._shared_state)

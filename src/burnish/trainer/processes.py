@@ -142,19 +142,6 @@ class ProcessState(ProcessMethods):
             torch.distributed.destroy_process_group(group)
 
 
-def share_with_accelerate() -> None:
-    """Give accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) the open process
-    group of a run on CPUs. Without this, accelerate finds a single process there."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    if PartialState._shared_state.get("num_processes") == torch.distributed.get_world_size():
-        return
-    PartialState._reset_state()
-    PartialState(cpu=True)
-    if AcceleratorState._shared_state:  # of an Accelerator that the script created before
-        AcceleratorState._shared_state.update(PartialState._shared_state)
-
-
 def _slice_of(inputs: Any, rank: int, world_size: int, pads: bool) -> Any:
     """The slice of ``inputs`` for one process, divided as in accelerate."""
     if isinstance(inputs, dict):

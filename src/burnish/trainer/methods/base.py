@@ -16,6 +16,7 @@ from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Metric
+from burnish.parallel.accelerate import share_with_accelerate
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
 from burnish.run.hub import Hub
@@ -25,7 +26,6 @@ from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
 from burnish.trainer.data.in_step import CONTAINERS, map_items
-from burnish.trainer.processes import share_with_accelerate
 
 
 @dataclass
