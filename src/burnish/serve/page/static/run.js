@@ -36,6 +36,7 @@ let warningsTimer = null;
 /** @type {any} */
 let following = null;
 let stage = "";
+const ignore = () => {}; // a lost server and a vanished run are reported by follow()
 const log = new LiveLog(panel("log"), id);
 
 // --- curves -----------------------------------------------------------------------------------------------------------
@@ -124,9 +125,9 @@ async function fetchSeries() {
 }
 /** Reload the warnings, which the server computes over the whole run, after new data. */
 const updateWarnings = () => {
-  warningsTimer ??= setTimeout(async () => {
+  warningsTimer ??= setTimeout(() => {
     warningsTimer = null;
-    await showWarnings((await get(`api/runs/${id}/series?points=16`)).warnings);
+    get(`api/runs/${id}/series?points=16`).then((found) => showWarnings(found.warnings), ignore);
   }, 1000);
 };
 
@@ -230,14 +231,14 @@ following = follow(
       later();
       if (data.columns.eval_loss) updateWarnings();
       if (data.columns["completions/mean_length"] && $("#tab-completions").hidden)
-        void get(`api/runs/${id}`).then(fillPanels);
+        void get(`api/runs/${id}`).then(fillPanels, ignore);
     } else if (name === "run") void wordsFor({}, data.sentence || data.best).then(() => show(data));
     else if (name === "event") {
       if (data.kind === "stage") stage = data.text;
       show({});
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
       void loadRunWords().then(() => $("ul", panel("events"))?.prepend(eventLine(data)));
-    } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]);
+    } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]).catch(ignore);
     else if (name === "gone")
       void loadRunWords().then(() => {
         sessionStorage.setItem("notice", t("run_gone", { name: facts.title }));
