@@ -160,6 +160,7 @@ def test_filters_stay_and_a_vanished_run_leaves_the_list(visitor, server, first)
 def test_action_without_a_server_says_so(visitor, server, alive) -> None:
     visitor.reload()
     visitor.locator("#stop").wait_for()
+    visitor.locator("#log-text").wait_for()
     server.kill()
     visitor.locator("#toast", has_text="Connection to the server lost").wait_for()
     visitor.locator("#toast", has_text="Connection").wait_for(state="hidden")

@@ -98,6 +98,7 @@ def test_form_to_trained_model_survives_a_killed_server(visitor, server) -> None
     page.locator(".chart canvas").first.wait_for()
     page.reload()
     page.locator(".chart canvas").first.wait_for()
+    page.locator("#log-text").wait_for()
     server.kill()  # the run continues
     server.start(port)
     page.goto(page.url)

@@ -92,7 +92,7 @@ export const humanized = (key) => {
   const text = key.replaceAll("_", " ").trim();
   return text.charAt(0).toUpperCase() + text.slice(1);
 };
-/** Whether a run has a model or an adapter that can be loaded. @param {any} run */
+/** Whether a run has a model to load. @param {any} run */
 export const hasWeights = ({ kind, checkpoint, maker, state }) =>
   kind === "train" && (checkpoint !== null || (maker === "burnish" && state === "done"));
 /** Whether the options of a run say that it trains a reward model, which generates no text. @param {string} yaml */

@@ -84,7 +84,7 @@ export function table(columns) {
     ),
   );
 }
-/** Redraw when the theme or the width changes, and in light colors for a print. @param {() => void} draw */
+/** Redraw when the theme or the width changes, and for a print. @param {() => void} draw */
 export const onRedraw = (draw) => {
   const root = document.documentElement;
   let theme = "";

@@ -36,7 +36,7 @@ let warningsTimer = null;
 /** @type {any} */
 let following = null;
 let stage = "";
-const ignore = () => {}; // a lost server and a vanished run are reported by follow()
+const ignore = () => {}; // follow() reports it
 const log = new LiveLog(panel("log"), id);
 
 // --- curves -----------------------------------------------------------------------------------------------------------
