@@ -183,6 +183,7 @@ def test_charts_are_printed_in_light_colors(visitor, first) -> None:
 
 
 def test_page_of_a_vanished_run_says_so(visitor, first) -> None:
+    visitor.locator("#log-text").wait_for()
     shutil.rmtree(first)
     visitor.wait_for_url("**/runs")
     visitor.locator("#toast", has_text="The folder of first was deleted or moved.").wait_for()

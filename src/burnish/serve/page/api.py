@@ -127,6 +127,7 @@ class Api:
 
     async def run(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
+        self._followed[run.id] = run.folder
         return ShownJson(await asyncio.to_thread(self._details, run))
 
     def _details(self, run: FoundRun) -> dict[str, Any]:
