@@ -253,7 +253,7 @@ def test_prediction_or_evaluation_config_does_not_train(workspace):
         assert not list(Path(f"saves/{name}").glob("checkpoint-*"))
     assert {path.name for path in Path("saves/predict").glob("[!.]*")} == {
         "all_results.json", "generated_predictions.jsonl", "predict_results.json", "run.log",
-        "launch.json", "run.yaml", "events.jsonl", "outcome.json",
+        "launch.json", "run.yaml", "events.jsonl", "outcome.json", "progress.json",
     }  # fmt: skip
     answers = [json.loads(line) for line in Path("saves/predict/generated_predictions.jsonl").read_text().splitlines()]
     assert len(answers) == 4

@@ -37,8 +37,8 @@ SOURCES = (
 )  # fmt: skip
 """Options that name files or folders which a run reads, besides its datasets."""
 RUN_OUTPUT_FILES = (
-    ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "trainer_state.json",
-    "traceback.txt", "*_results.json", "README.md",
+    ".finished.json", "trainer_log.jsonl", "run.log", "events.jsonl", "outcome.json", "progress.json",
+    "trainer_state.json", "traceback.txt", "*_results.json", "README.md",
     "training_loss.png", "training_eval_*.png", "training_rewards*.png", "training_margins.png",
     "generated_predictions*.jsonl", "completions.jsonl", "processor_config.json", "preprocessor_config.json",
     "video_preprocessor_config.json", "adapter_config.json", "adapter_model.safetensors", MERGED_NAME,
