@@ -178,6 +178,7 @@ def test_tabs_of_the_dataset_picker_have_names(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     visitor.locator("[data-option=dataset] button").click()
     tabs = visitor.locator("dialog[open] [role=tab]")
+    tabs.first.wait_for()
     assert tabs.all_inner_texts() == ["On this machine", "Hugging Face Hub", "Upload"]
 
 
