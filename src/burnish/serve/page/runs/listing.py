@@ -74,8 +74,8 @@ def _line(name: str) -> str:
 
 
 def joined(sentence: str, remedy: str) -> str:
-    """The sentences of an error as one text, as ``joined`` in ``static/format.js``: an error may end in a quoted value,
-    without a full stop."""
+    """Join the message and the remedy of an error. A full stop is added to a message that ends with a quoted value. The
+    same as ``joined`` in ``static/format.js``."""
     is_open = bool(sentence and remedy) and sentence[-1] not in ".!?:。！？："
     return f"{sentence}{'.' if is_open else ''} {remedy}".strip()
 

@@ -18,7 +18,7 @@ from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import LIMIT_FIELDS, UNUSED_TOKENS, RolloutConfig
 
 _SETTABLE = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Options of ``generation_config`` that are attributes of the trainer as well."""
+"""Options of ``generation_config`` that are also attributes of the trainer."""
 
 
 def _setting(name: str) -> Callable[[RolloutAttributes, Any], None]:
