@@ -56,8 +56,8 @@ def blank_tracker() -> Any:
 
 
 def share_with_accelerate() -> None:
-    """Make accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) use the process group
-    of a run on CPUs, which accelerate does not detect."""
+    """Make accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) use the process
+    group of a run on CPUs, which accelerate does not detect."""
     from accelerate.state import AcceleratorState, PartialState
 
     if PartialState._shared_state.get("num_processes") == dist.get_world_size():
