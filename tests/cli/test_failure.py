@@ -102,6 +102,7 @@ def test_full_disk_is_reported_with_what_is_saved(tmp_path, capsys):
 def test_full_disk_before_first_checkpoint_reports_that_none_exists(tmp_path, capsys):
     _, text = explained_failure(capsys, exception_of(_fill_the_disk), tmp_path)
     assert "No checkpoint was saved." in text
+    assert "Free some disk space, then run the same command again." in text
     assert "save_total_limit" not in text
 
 

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from burnish.adapters.base import parameters_without_embeddings
-from burnish.config.errors import Problem
+from burnish.config.errors import Problem, UserError
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
 from burnish.report.jsonl import JsonlCallback
@@ -399,6 +399,14 @@ def test_lone_surrogate_in_a_message_is_escaped(tmp_path):
     write_failure(tmp_path, Problem("\ud800"), ValueError("\ud800"))
     assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])["text"] == "\ud800"
     assert json.loads((tmp_path / "outcome.json").read_text())["sentence"] == "\ud800"
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("a.json: no such file."), 2), (OSError("disk"), 1)])
+def test_outcome_of_a_failure_has_the_exit_status_of_the_command(tmp_path, error, code):
+    wrapped = RuntimeError("in a library")
+    wrapped.__cause__ = error
+    write_failure(tmp_path, Problem(str(error)), wrapped)
+    assert json.loads((tmp_path / "outcome.json").read_text())["exit_code"] == code
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ disk, memory) are ``RuntimeError`` and exit with 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -172,6 +172,16 @@ class NotSavedError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite; the weights are those of the last finite step."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception and its causes, since a library may wrap, for example, a full disk in its own error."""
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        yield current
+        chain.append(current)
+        current = current.__cause__
 
 
 def skipped_steps_message(num_steps: int, step: int) -> str:

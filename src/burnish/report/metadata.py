@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from burnish.config.errors import Problem, skipped_steps_message
+from burnish.config.errors import Problem, UserError, causes, skipped_steps_message
 from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
@@ -185,7 +185,8 @@ def write_failure(folder: Path, problem: Problem, error: BaseException, step: in
         write_outcome(folder, ending, before.get("step", step))
         return
     trace = "".join(traceback.format_exception(error))
-    ending = {"state": "failed", "exit_code": 1, "sentence": sentence, "remedy": problem.remedy, "traceback": trace}
+    code = 2 if any(isinstance(cause, UserError) for cause in causes(error)) else 1
+    ending = {"state": "failed", "exit_code": code, "sentence": sentence, "remedy": problem.remedy, "traceback": trace}
     write_outcome(folder, ending, step)
 
 

@@ -19,11 +19,10 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, is_out_of_memory
+from burnish.config.errors import NonFiniteError, NotSavedError, Problem, UserError, causes, is_out_of_memory
 from burnish.config.extensions import deepest_location
 from burnish.config.secrets import without_secrets
 from burnish.report import console
@@ -91,16 +90,6 @@ def _known_cause(error: BaseException, output_dir: str | None) -> UserError | Pr
     return _unexpected_error(error, output_dir)
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception and its causes, since a library may wrap, for example, a full disk in its own error."""
-    chain: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in chain:
-        yield current
-        chain.append(current)
-        current = current.__cause__
-
-
 def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | None:
     """Return the description of a machine failure, or None for an unexpected error."""
     if isinstance(error, NotSavedError):
@@ -115,33 +104,37 @@ def failure_in_words(error: BaseException, output_dir: str | None) -> Problem | 
     if number not in _DISK:
         return None
     what, remedy = _DISK[number]
-    safe, more = newest_checkpoint_message(output_dir), " or set save_total_limit: 1"
+    safe = newest_checkpoint_message(output_dir)
+    is_saved = safe.startswith(_SAVED_PREFIX)
     return Problem(
         what.format(place=_place(error, output_dir), reason=_reason(error)),
         why=safe,
-        remedy=remedy.format(more=more if safe.startswith(_SAVED_PREFIX) else ""),
+        remedy=remedy.format(
+            more=" or set save_total_limit: 1" if is_saved else "", rerun=_RESUME_HINT if is_saved else _RERUN_HINT
+        ),
     )
 
 
 # --- disk -------------------------------------------------------------------------------------------------------------
 
 
+_RERUN_HINT = "run the same command again."
 _RESUME_HINT = "run the same command again to resume."
 _DISK_FULL = (
     "The disk is full: {place} could not be written.",
-    f"Free some disk space{{more}}, then {_RESUME_HINT}",
+    "Free some disk space{more}, then {rerun}",
 )
 _PATH_CONFLICT = (
     "{place} cannot be written or read: {reason}.",
-    f"A different file or folder exists at this path: move it, then {_RESUME_HINT}",
+    "A different file or folder exists at this path: move it, then {rerun}",
 )
 _NO_MORE_FILES = (
     "This process cannot open more files: {place}.",
-    f"Raise the limit (ulimit -n), then {_RESUME_HINT}",
+    "Raise the limit (ulimit -n), then {rerun}",
 )
 _IO_FAILURE = (
     "{place} cannot be written or read: {reason}.",
-    f"The disk or its connection failed: once it works again, {_RESUME_HINT}",
+    "The disk or its connection failed: once it works again, {rerun}",
 )
 _TOO_LARGE = (
     "A file would exceed the file size limit: {place} could not be written.",
