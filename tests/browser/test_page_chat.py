@@ -98,6 +98,18 @@ def test_tool_call_waits_for_its_result_and_response_continues(visitor, requests
     assert [message["role"] for message in record["messages"]] == ["user", "assistant", "tool", "tool", "assistant"]
 
 
+def test_markdown_of_a_message_is_rendered_without_html(visitor, requests) -> None:
+    text = "Steps:\n1. **one** with `code`\n   - [two](https://example.org/a)\n\n> <b>three</b> ![four](https://example.org/b)"
+    visitor.fill("#message", text)
+    visitor.click("#send")
+    shown = visitor.locator('.side[data-side="0"] .turn.user .text')
+    assert shown.locator("ol > li > p > b").inner_text() == "one"
+    links = {link.inner_text(): link.get_attribute("href") for link in shown.locator("a[rel*=noreferrer]").all()}
+    assert links == {"two": "https://example.org/a", "four": "https://example.org/b"}
+    assert shown.locator("blockquote").inner_text() == "<b>three</b> four"
+    assert shown.locator("img").count() == 0
+
+
 def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, requests) -> None:
     for question in ("First question", "Second question"):
         visitor.click("#new-chat")

@@ -122,7 +122,7 @@ async function begin(turn) {
 }
 /** @param {number[]} sides @param {any} turn */
 async function during(sides, turn) {
-  const own = (answering = []);
+  const own = /** @type {AbortController[]} */ (answering = []);
   busy(true);
   try {
     await Promise.all(sides.map((side) => answer(side, turn)));

@@ -38,7 +38,7 @@ export function xValues(columns, kind) {
 export function rangeOf(values, { zero = false, clip = false, log = false } = {}) {
   if (log)
     return rangeOf(
-      values.map((one) => (one > 0 ? Math.log10(one) : null)),
+      values.map((one) => (one && one > 0 ? Math.log10(one) : null)),
       { clip },
     ).map((power) => 10 ** power);
   const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);

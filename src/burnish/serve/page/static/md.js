@@ -1,23 +1,32 @@
 // @ts-check
-// Renders a subset of Markdown as DOM nodes: code blocks, inline code, bold, headings, lists, tables. No HTML.
+// Renders Markdown as DOM nodes. HTML in it is shown as text, images as links.
 import { copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
 import { pieces } from "./highlight.js";
+import { parse } from "./markdown.js";
 import { t } from "./words.js";
 
-/** Render a line with `code`, **bold** and *italic*. @param {string} text */
-function inline(text) {
-  return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*|\*[^*\s][^*\n]*\*)/).map((part) => {
-    if (part.length > 2 && part.startsWith("`") && part.endsWith("`"))
-      return el("code", {}, visible(part.slice(1, -1)));
-    if (part.length > 4 && part.startsWith("**") && part.endsWith("**")) return el("b", {}, visible(part.slice(2, -2)));
-    if (part.length > 2 && part.startsWith("*") && part.endsWith("*")) return el("i", {}, visible(part.slice(1, -1)));
-    return visible(part);
-  });
+const INLINE =
+  /(`[^`\n]+`|\*\*[^*\n]+\*\*|\*[^*\s][^*\n]*\*|~~[^~\n]+~~|!?\[[^[\]\n]+\]\(https?:\/\/[^\s()]+\)|https?:\/\/[^\s<>()"'`*]*[\w/])/;
+const MARKS = { "`": "code", "**": "b", "*": "i", "~~": "s" };
+
+/** Render `code`, **bold**, *italic*, ~~struck~~ text and links. @param {string} text @returns {any[]} */
+const inline = (text) => text.split(INLINE).map((part, place) => (place % 2 ? marked(part) : visible(part)));
+/** @param {string} part */
+function marked(part) {
+  const [, text, address] = /^!?\[(.+)\]\((.+)\)$/.exec(part) ?? [];
+  if (address) return link(text, address);
+  const mark = Object.entries(MARKS).find(([letters]) => part.startsWith(letters));
+  if (!mark) return link(part, part);
+  const inside = part.slice(mark[0].length, -mark[0].length);
+  return el(mark[1], {}, mark[1] === "code" ? visible(inside) : inline(inside));
 }
+/** A link to another site, which is not told where it was followed. @param {string} text @param {string} href */
+const link = (text, href) =>
+  el("a", { href, title: visible(href), target: "_blank", rel: "noopener noreferrer" }, visible(text));
 /** @param {string} code @param {string} kind */
 function fence(code, kind) {
-  const colored = pieces(code, kind).map(([name, text]) =>
+  const colored = pieces(code, kind.split(" ")[0]).map(([name, text]) =>
     name ? el("span", { class: `code-${name}` }, visible(text)) : visible(text),
   );
   const button = el(
@@ -32,72 +41,28 @@ function fence(code, kind) {
     el("pre", { tabindex: 0 }, el("code", {}, colored)),
   );
 }
-/** @param {string[]} lines */
-function table(lines) {
-  const cells = (/** @type {string} */ line) =>
-    line
-      .replace(/^\s*\||\|\s*$/g, "")
-      .split("|")
-      .map((cell) => cell.trim());
-  const [head, , ...body] = lines;
-  return el(
-    "div",
-    { class: "scroll" },
+/** @param {string[]} head @param {string[][]} rows */
+function table(head, rows) {
+  const row = (/** @type {string[]} */ cells, /** @type {string} */ tag) =>
     el(
-      "table",
+      "tr",
       {},
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          cells(head).map((cell) => el("th", { scope: "col" }, inline(cell))),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        body.map((line) =>
-          el(
-            "tr",
-            {},
-            cells(line).map((cell) => el("td", {}, inline(cell))),
-          ),
-        ),
-      ),
-    ),
-  );
+      cells.map((cell) => el(tag, tag === "th" ? { scope: "col" } : {}, inline(cell))),
+    );
+  const body = rows.map((cells) => row(cells, "td"));
+  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, body)));
 }
-/** @param {string} block */
-function blockNode(block) {
-  const lines = block.split("\n");
-  if (lines.every((line) => /^\s*[-*] /.test(line)))
-    return el(
-      "ul",
-      {},
-      lines.map((line) => el("li", {}, inline(line.replace(/^\s*[-*] /, "")))),
-    );
-  if (lines.every((line) => /^\s*\d+[.)] /.test(line)))
-    return el(
-      "ol",
-      { start: Number.parseInt(lines[0], 10) || 1 },
-      lines.map((line) => el("li", {}, inline(line.replace(/^\s*\d+[.)] /, "")))),
-    );
-  if (/^#{1,6} /.test(lines[0]) && lines.length === 1)
-    return el("p", { class: "heading" }, inline(lines[0].replace(/^#+ /, "")));
-  if (lines.length > 1 && /\|/.test(lines[0]) && /^[\s|:-]+$/.test(lines[1])) return table(lines);
-  return el("p", {}, inline(block));
+/** @param {import("./markdown.js").Block} block @returns {any} */
+function node(block) {
+  if (block.kind === "code") return fence(block.text, block.language);
+  if (block.kind === "table") return table(block.head, block.rows);
+  if (block.kind === "quote") return el("blockquote", {}, block.blocks.map(node));
+  if (block.kind === "rule") return el("hr");
+  if (block.kind === "list") {
+    const items = block.items.map((blocks) => el("li", {}, blocks.map(node)));
+    return block.start === null ? el("ul", {}, items) : el("ol", { start: block.start }, items);
+  }
+  return el("p", { class: block.kind === "heading" && "heading" }, inline(block.text));
 }
 /** Render a text. @param {string} text */
-export function nodes(text) {
-  const parts = text.split(/^```([^\n`]*)\n?/m); // text, language, code, "", text, ...
-  const found = [];
-  for (let place = 0; place < parts.length; place += 4) {
-    for (const block of parts[place].split(/\n{2,}/))
-      if (block.trim()) found.push(blockNode(block.replace(/^\n|\n$/g, "")));
-    if (place + 2 < parts.length)
-      found.push(fence(parts[place + 2].replace(/\n$/, ""), parts[place + 1].trim().toLowerCase()));
-  }
-  return found;
-}
+export const nodes = (text) => parse(text).map(node);
