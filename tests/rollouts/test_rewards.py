@@ -5,7 +5,9 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 
 from burnish import rewards as public
 from burnish.config.errors import Problem, UserError, is_out_of_memory
+from burnish.rollouts import user_functions
 from burnish.rollouts.generation import _on_all_ranks
-from burnish.rollouts.rewards import compute
 from burnish.rollouts.rewards.compute import compute_rewards
 from burnish.rollouts.rewards.functions import load_rewards, missing_columns
 
@@ -258,6 +260,30 @@ def test_coroutines_run_concurrently_with_a_time_limit():
     assert "slow has not returned" in reward_error([slow], timeout_s=0.05)
 
 
+def test_timeout_inside_a_function_is_its_own_error():
+    def asks(completions, **_):
+        raise TimeoutError("the server did not answer")
+
+    async def asks_later(completions, **_):
+        raise TimeoutError("the server did not answer")
+
+    for function in (asks, asks_later):
+        assert "TimeoutError: the server did not answer." in reward_error([function])
+    with ThreadPoolExecutor(1) as pool:
+        assert "TimeoutError: the server did not answer." in pool.submit(reward_error, [asks]).result()
+
+
+def test_function_in_another_thread_has_a_time_limit():
+    is_done = threading.Event()
+
+    def stuck(completions, **_):
+        is_done.wait(30)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert "stuck has not returned for 0.3 s" in pool.submit(reward_error, [stuck], timeout_s=0.3).result()
+    is_done.set()
+
+
 def test_coroutine_that_blocks_the_event_loop_has_a_time_limit():
     async def blocks(completions, **_):
         time.sleep(30)
@@ -275,7 +301,7 @@ def test_uninterruptible_function_is_reported(monkeypatch, caplog):
                 time.sleep(0.1)
         return [0.0] * len(completions)
 
-    monkeypatch.setattr(compute, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(user_functions, "_PATIENCE_S", 0.1)
     rewards_of([stubborn], timeout_s=0.1)
     assert "stubborn has not returned for 0.1 s and cannot be interrupted" in caplog.text
 

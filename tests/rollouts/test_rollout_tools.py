@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -198,6 +199,62 @@ def test_tool_that_fails_in_an_odd_way_is_a_failed_call(folder, outcome, content
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
+def test_tool_that_does_not_return_is_a_failed_call(folder):
+    def stuck(a: int) -> int:
+        """
+        Wait for a long time.
+
+        Args:
+            a: a number.
+        """
+        time.sleep(60)
+        return a
+
+    async def stuck_later(a: int) -> int:
+        """
+        Wait for a long time.
+
+        Args:
+            a: a number.
+        """
+        await asyncio.sleep(60)
+        return a
+
+    seen = []
+
+    def sees(completions, **_):
+        seen.extend(completions)
+        return [float(len(c)) for c in completions]
+
+    start = time.monotonic()
+    turns = [[call("stuck", a=1), "a"], [call("stuck_later", a=1), "b"], ["c"], ["d"]]
+    trainer, _ = trained(folder, turns, tools=(stuck, stuck_later), rewards=sees, reward_timeout_s=0.5)
+    assert time.monotonic() - start < 30
+    results = [completion[1]["content"] for completion in seen[:2]]
+    assert results == [str({"error": f"Tool {n} has not returned for 0.5 s."}) for n in ("stuck", "stuck_later")]
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
+
+
+def test_coroutines_of_all_completions_run_concurrently(folder):
+    running, most = set(), []
+
+    async def meets(a: int) -> int:
+        """
+        Wait for the others.
+
+        Args:
+            a: a number.
+        """
+        running.add(a)
+        await asyncio.sleep(0.2)
+        most.append(len(running))
+        return a
+
+    turns = [[call("meets", a=sample), "a"] for sample in range(4)]
+    trained(folder, turns, tools=(meets,))
+    assert most == [4] * 4
+
+
 def test_interrupt_in_a_tool_ends_training(folder):
     with pytest.raises(KeyboardInterrupt):
         trained(folder, [[call("odd", a=3), "a"], ["b"], ["c"], ["d"]], tools=(odd_tool(KeyboardInterrupt()),))
@@ -372,14 +429,17 @@ async def reset_later(self, **record):
         (raising(ValueError("no board")), "train dataset, record 1: Game.reset failed: ValueError: no board."),
         (raising(SystemExit(3)), "record 1: Game.reset failed: SystemExit: 3."),
         (raising(OWN("gone")), "record 1: Game.reset failed: Own: gone."),
+        (lambda self, **record: time.sleep(60), "record 1: Game.reset has not returned for 2 s (reward_timeout_s)."),
         (lambda self: None, "record 1: Game.reset failed: TypeError: "),
         (lambda self, **record: 3, "Game.reset must return a string or None. Received: 3, of type int."),
     ],
-    ids=["raises", "exits", "own", "arguments", "number"],
+    ids=["raises", "exits", "own", "stuck", "arguments", "number"],
 )
 def test_failed_reset_names_the_environment_and_the_record(folder, reset, message):
-    more = {"environment_factory": environment_of(reset=reset)}
-    trainer = trainer_of(folder, rewards=None, dataset=one_prompt(), max_completion_length=64, trainer_args=more)
+    trainer = trainer_of(
+        folder, rewards=None, dataset=one_prompt(), max_completion_length=64, reward_timeout_s=2,
+        trainer_args={"environment_factory": environment_of(reset=reset)},
+    )  # fmt: skip
     with pytest.raises(UserError) as error:
         trainer.train()
     assert message in str(error.value)

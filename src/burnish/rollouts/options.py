@@ -75,8 +75,9 @@ class CompletionFields:
     log_unique_prompts: bool = option(False, "Print one completion of each prompt only.")
     reward_weights: list[float] | None = option(None, "Weights of the reward functions. Default: 1 each.")
     reward_timeout_s: float = option(
-        120.0, "Time limit for each call of a reward function; the run stops if it is exceeded.", gt=0, unit="s"
-    )
+        120.0, "Time limit for each call of a reward function or tool. A reward function that exceeds it ends the run; "
+        "a tool returns an error.", gt=0, unit="s",
+    )  # fmt: skip
 
 
 @dataclass

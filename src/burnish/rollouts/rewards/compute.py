@@ -2,31 +2,21 @@
 
 Functions get prompts, completions, ids and columns with one value per completion. The result is a ``RewardTable``. A
 wrong number of scores, an infinite score, an exception, a timeout, and a generation batch without any score are errors.
-
-Functions are called one after another in the calling thread, because some of them (math-verify) set time limits that
-only work in the main thread. Coroutines run concurrently.
 """
 
 # C completions, K reward functions
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-import logging
 import math
-import os
 import reprlib
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotDoneError
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +26,12 @@ from torch import Tensor
 import burnish
 from burnish.config.errors import UserError, first_line
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
-from burnish.utils.forks import end_forked_processes
+from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 
-log = logging.getLogger(__name__)
 _SEARCH_S = 10.0
 """Seconds of the search for the completion on which a function fails."""
 _SHOWN = 80
 _PACKAGE = str(Path(burnish.__file__).parent)
-_PATIENCE_S = 5.0
-"""Seconds for a function to end after it was interrupted."""
-_THREAD_GRACE_S = 0.5
-"""Seconds for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
 _RESERVED_METRICS = frozenset(
     {
         "loss", "reward", "reward_std", "frac_reward_zero_std", "frac_groups_dropped", "kl", "kl_coef", "entropy",
@@ -179,58 +164,32 @@ class _RewardCall:
     step: int
 
     def call(self, function: RewardFunction) -> Any:
+        def scores() -> Any:
+            found = function.call(**self._arguments_of(function))
+            return list(found) if isinstance(found, Iterator) else found
+
         try:
-            with _time_limit(self.timeout_s, _shown_name(function)), _with_own_settings():
-                if threading.current_thread() is threading.main_thread():
-                    return self._scores(function)
-                return _in_another_thread(lambda: self._scores(function), self.timeout_s)
-        except (_TimeLimitReached, NotDoneError, TimeoutError) as error:
-            if not isinstance(error, _TimeLimitReached | NotDoneError):
-                raise self._call_error(function, error) from error
-            raise self._timeout_error(function) from None
+            return call_function(scores, self.timeout_s, _shown_name(function))
         except (UserError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code may raise anything, such as CancelledError
-            raise self._call_error(function, error) from error
-
-    def _scores(self, function: RewardFunction) -> Any:
-        with end_forked_processes(_shown_name(function)):
-            scores = function.call(**self._arguments_of(function))
-            return list(scores) if isinstance(scores, Iterator) else scores
+            raise self._error(function, error) from error
 
     def run_coroutines(self, functions: Sequence[RewardFunction]) -> list[Any]:
         """Return the results of the coroutines, in order."""
-        if not functions:
-            return []
-
-        async def one(function: RewardFunction) -> Any:
-            try:
-                with end_forked_processes(_shown_name(function)):
-                    scores: Awaitable[Any] = function.call(**self._arguments_of(function))
-                    return await scores
-            except _TimeLimitReached:  # it blocks the event loop
-                return TimeoutError()
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                raise
-            except BaseException as error:  # such as SystemExit, which would end the event loop
-                return error
-
-        async def limited(function: RewardFunction) -> Any:
-            return await asyncio.wait_for(one(function), self.timeout_s)
-
-        async def every() -> list[Any]:
-            return await asyncio.gather(*map(limited, functions), return_exceptions=True)
-
-        with _time_limit(self.timeout_s + _THREAD_GRACE_S), _with_own_settings():
-            results = run_coroutine(every)
+        calls = [partial(function.call, **self._arguments_of(function)) for function in functions]
+        results = run_coroutines(calls, [_shown_name(function) for function in functions], self.timeout_s)
         for function, result in zip(functions, results, strict=True):
-            if isinstance(result, TimeoutError):
-                raise self._timeout_error(function) from None
-            if isinstance(result, UserError):
-                raise result
             if isinstance(result, BaseException):
-                raise self._call_error(function, result) from result
+                raise self._error(function, result) from result
         return results
+
+    def _error(self, function: RewardFunction, error: BaseException) -> UserError:
+        if isinstance(error, UserError):
+            return error
+        return (
+            self._timeout_error(function) if isinstance(error, TimeLimitReached) else self._call_error(function, error)
+        )
 
     def as_tensor(self, function: RewardFunction, scores: Any) -> Tensor:
         """Convert the result of a function to (C,) float64."""
@@ -300,12 +259,10 @@ class _RewardCall:
             one = {n: [v[at]] if isinstance(v, list) and len(v) == count else v for n, v in arguments.items()}
             one |= dict.fromkeys(one.keys() & {"log_extra", "log_metric"}, _do_nothing)
             try:
-                with (
-                    _time_limit(max(0.1, deadline - time.monotonic())),
-                    end_forked_processes(_shown_name(function)),
-                ):
-                    function.call(**one)
-            except _TimeLimitReached:
+                call_function(
+                    partial(function.call, **one), max(0.1, deadline - time.monotonic()), _shown_name(function)
+                )
+            except TimeLimitReached:
                 break
             except KeyboardInterrupt:
                 raise
@@ -357,76 +314,3 @@ def _do_nothing(*_: Any) -> None:
 def _shown_name(function: RewardFunction) -> str:
     file = function.place.partition(",")[0]
     return f"{file}:{function.name}" if file.endswith(".py") else function.name
-
-
-def run_coroutine(every: Callable[[], Any]) -> list[Any]:
-    """Run a coroutine to completion; in another thread if this one has a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        results: list[Any] = asyncio.run(every())
-        return results
-    with ThreadPoolExecutor(1) as pool:
-        results = pool.submit(asyncio.run, every()).result()
-        return results
-
-
-def _in_another_thread(call: Callable[[], Any], timeout_s: float) -> Any:
-    pool = ThreadPoolExecutor(1)
-    try:
-        return pool.submit(call).result(timeout_s)
-    finally:
-        pool.shutdown(wait=False)
-
-
-@contextmanager
-def _with_own_settings() -> Iterator[None]:
-    """Restore settings that a function may change for the following training: torch's gradient mode and default dtype,
-    and the working directory."""
-    with_gradient, dtype, folder = torch.is_grad_enabled(), torch.get_default_dtype(), os.open(".", os.O_RDONLY)
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(with_gradient)
-        torch.set_default_dtype(dtype)
-        os.fchdir(folder)
-        os.close(folder)
-
-
-class _TimeLimitReached(BaseException):
-    """Raised at a time limit. Not an ``Exception``, so that a function that catches all exceptions does not
-    continue."""
-
-
-@contextmanager
-def _time_limit(seconds: float, name: str = "A reward function") -> Iterator[None]:
-    """Raise ``_TimeLimitReached`` inside the block after ``seconds``, in the main thread of a system with this signal.
-
-    The signal is SIGVTALRM, sent by a timer thread: SIGALRM is left to the functions, and math-verify sets it.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
-        yield
-        return
-
-    def raise_it(*_: Any) -> None:
-        raise _TimeLimitReached
-
-    before = signal.signal(signal.SIGVTALRM, raise_it)
-    main = threading.get_ident()
-    is_done = threading.Event()
-
-    def watch() -> None:
-        if is_done.wait(seconds):
-            return
-        signal.pthread_kill(main, signal.SIGVTALRM)
-        if not is_done.wait(_PATIENCE_S):
-            log.error("%s has not returned for %g s and cannot be interrupted. End the process.", name, seconds)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        watcher.join()
-        signal.signal(signal.SIGVTALRM, before)

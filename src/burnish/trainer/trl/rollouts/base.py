@@ -204,8 +204,8 @@ class RolloutTrainer(RewardMethods):
             variables: Any = self.args.chat_template_kwargs
             form = ToolDialogue(self._tokenizer, schemas(self.tools), variables or {})
             by_name = {tool.__name__: tool for tool in self.tools}
-            most = self.args.max_tool_calling_iterations
-            objective.source = ToolSource(objective.source, form, by_name, most, context, self.environments)
+            most, timeout_s = self.args.max_tool_calling_iterations, self.args.reward_timeout_s
+            objective.source = ToolSource(objective.source, form, by_name, most, context, timeout_s, self.environments)
         if self.rollout_func is not None:
             vocab_size = model.get_input_embeddings().num_embeddings
             objective.source = ScriptSource(self.rollout_func, self, vocab_size)

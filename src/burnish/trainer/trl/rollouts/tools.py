@@ -7,11 +7,11 @@ those of the chat template after a conversation of two messages, without the ids
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -26,10 +26,9 @@ from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
-from burnish.rollouts.rewards.compute import run_coroutine
 from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 from burnish.trainer.notes import logger
-from burnish.utils.forks import end_forked_processes
 
 Tool = Callable[..., Any]
 _LONGEST_RUN = 1 << 30
@@ -173,14 +172,15 @@ class ToolSource(CompletionSource):
         tools: functions by name; coroutines run concurrently.
         max_rounds: maximum number of tool rounds of a completion; None for no limit.
         context: maximum length of prompt and completion together.
+        timeout_s: time limit of each call.
         environments: environments of the completions, or None.
     """
 
     def __init__(
         self, inner: CompletionSource, form: ToolDialogue, tools: Mapping[str, Tool], max_rounds: int | None,
-        context: int, environments: Environments | None = None,
+        context: int, timeout_s: float, environments: Environments | None = None,
     ) -> None:  # fmt: skip
-        self.inner, self.form, self.tools, self.context = inner, form, tools, context
+        self.inner, self.form, self.tools, self.context, self.timeout_s = inner, form, tools, context, timeout_s
         self.max_rounds = _LONGEST_RUN if max_rounds is None else max_rounds
         self.environments = environments
         self.records: Sequence[Mapping[str, Any]] = ()
@@ -195,15 +195,21 @@ class ToolSource(CompletionSource):
         self.num_calls = self.num_failures = 0
         pending = [_PendingCompletion(list(prompt), key, self.tools) for prompt, key in zip(prompts, keys, strict=True)]
         if self.environments is not None:
-            self.environments.reset(self.records, pending, self.form)
+            self.environments.reset(self.records, pending, self.form, self.timeout_s)
             prompts = [completion.prompt for completion in pending]
         self._generate_turn(pending, prompts, limits)
         calling = [completion for completion in pending if completion.messages[-1].get("tool_calls")]
         rounds = 0
         while calling and rounds < self.max_rounds:
             rounds += 1
+            for cut_off in (completion for completion in calling if not completion.is_ended):
+                cut_off.messages[-1].pop("tool_calls")
+            calling = [completion for completion in calling if completion.is_ended]
+            results = self._call_tools(calling)
             continuing = [
-                completion for completion in calling if self._append_results(completion, limits.max_new_tokens)
+                completion
+                for completion, messages in zip(calling, results, strict=True)
+                if self._append(completion, messages, limits.max_new_tokens)
             ]
             self._generate_turn(continuing, [completion.prompt + completion.ids for completion in continuing], limits)
             calling = [completion for completion in continuing if completion.messages[-1].get("tool_calls")]
@@ -235,12 +241,8 @@ class ToolSource(CompletionSource):
             completion.mask += [1] * len(ids)
             completion.logps += (each.logps or [0.0] * len(ids))[:room]
 
-    def _append_results(self, completion: _PendingCompletion, longest: int) -> bool:
-        """Run the calls of the last turn. Returns whether their results fit and the completion continues."""
-        if not completion.is_ended:
-            completion.messages[-1].pop("tool_calls")
-            return False
-        results = self._call_tools(completion, [call["function"] for call in completion.messages[-1]["tool_calls"]])
+    def _append(self, completion: _PendingCompletion, results: Sequence[dict[str, Any]], longest: int) -> bool:
+        """Append the results of calls. Returns whether they fit and the completion continues."""
         ids = self.form.results_of(results)
         length = len(completion.ids) + len(ids)
         if length >= longest or len(completion.prompt) + length >= self.context:
@@ -251,31 +253,58 @@ class ToolSource(CompletionSource):
         completion.logps += [0.0] * len(ids)
         return True
 
-    def _call_tools(self, completion: _PendingCompletion, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the messages with the results of calls, in order; a failure is a result too."""
+    def _call_tools(self, calling: Sequence[_PendingCompletion]) -> list[list[dict[str, Any]]]:
+        """Run the calls of the last turn of each completion: functions one after another, then coroutines concurrently.
 
-        async def one(call: Mapping[str, Any]) -> str:
-            if call["name"] not in completion.tools:
-                raise ValueError(f"Tool {call['name']} not found.")
-            try:
-                with end_forked_processes(f"The tool {call['name']}"):
-                    result = completion.tools[call["name"]](**call["arguments"])
-                    return str(await result if inspect.isawaitable(result) else result)
-            except SystemExit as error:
-                raise RuntimeError(f"Tool {call['name']} called sys.exit({error.code}).") from error
-
-        async def every() -> list[Any]:
-            return await asyncio.gather(*map(one, calls), return_exceptions=True)
-
-        results = run_coroutine(every)
-        self.num_calls += len(calls)
-        # Exceptions that are no ``Exception``, such as CancelledError, are results of gather as well.
-        self.num_failures += sum(isinstance(result, BaseException) for result in results)
-        outcomes = [str({"error": _text_of(r)}) if isinstance(r, BaseException) else r for r in results]
-        return [
-            {"role": "tool", "name": call["name"], "content": outcome}
-            for call, outcome in zip(calls, outcomes, strict=True)
+        Returns:
+            The messages with the results of each completion, in order. A failure is a result too.
+        """
+        calls = [(each, call["function"]) for each in calling for call in each.messages[-1]["tool_calls"]]
+        names = [f"Tool {call['name']}" for _, call in calls]
+        results: list[Any] = [
+            self._call(completion.tools, call, name) for (completion, call), name in zip(calls, names, strict=True)
         ]
+        waiting = [at for at, result in enumerate(results) if inspect.isawaitable(result)]
+        finished = run_coroutines(
+            [partial(_finish, results[at]) for at in waiting], [names[at] for at in waiting], self.timeout_s
+        )
+        for at, result in zip(waiting, finished, strict=True):
+            results[at] = result
+        self.num_calls += len(calls)
+        self.num_failures += sum(isinstance(result, BaseException) for result in results)
+        messages = iter(
+            {"role": "tool", "name": call["name"], "content": self._content(result, name)}
+            for (_, call), result, name in zip(calls, results, names, strict=True)
+        )
+        return [[next(messages) for _ in each.messages[-1]["tool_calls"]] for each in calling]
+
+    def _call(self, tools: Mapping[str, Tool], call: Mapping[str, Any], name: str) -> Any:
+        """Return the result of a function, which may be awaitable, or its exception."""
+        if call["name"] not in tools:
+            return ValueError(f"Tool {call['name']} not found.")
+
+        def as_text() -> Any:
+            result = tools[call["name"]](**call["arguments"])
+            return result if inspect.isawaitable(result) else str(result)
+
+        try:
+            return call_function(as_text, self.timeout_s, name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the script's code may raise anything
+            return error
+
+    def _content(self, result: Any, name: str) -> str:
+        """Return the content of a tool message."""
+        if isinstance(result, TimeLimitReached):
+            return str({"error": f"{name} has not returned for {self.timeout_s:g} s."})
+        if isinstance(result, SystemExit):
+            return str({"error": f"{name} called sys.exit({result.code})."})
+        return str({"error": _text_of(result)}) if isinstance(result, BaseException) else result
+
+
+async def _finish(result: Any) -> str:
+    return str(await result)
 
 
 def _text_of(error: BaseException) -> str:
@@ -340,8 +369,9 @@ class Environments:
         ]
 
     def reset(
-        self, records: Sequence[Mapping[str, Any]], pending: Sequence[_PendingCompletion], form: ToolDialogue
-    ) -> None:
+        self, records: Sequence[Mapping[str, Any]], pending: Sequence[_PendingCompletion], form: ToolDialogue,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         """Assign each completion its environment and tools, and append the result of ``reset`` to its prompt."""
         used: dict[Any, int] = {}
         self.of_completions = []
@@ -352,7 +382,7 @@ class Environments:
                 self.pools[name].append(self._create(name))
             environment = self.pools[name][place]
             self.of_completions.append(environment)
-            observed = self._reset(environment, record)
+            observed = self._reset(environment, record, timeout_s)
             tools = self.tools_of(environment)
             completion.tools = {tool.__name__: tool for tool in tools}
             messages = [dict(message) for message in record["prompt"]]
@@ -374,17 +404,24 @@ class Environments:
             raise UserError(what, where=record["place"], option="environment_factory")
         return name
 
-    def _reset(self, environment: Any, record: Mapping[str, Any]) -> str | None:
+    def _reset(self, environment: Any, record: Mapping[str, Any], timeout_s: float) -> str | None:
         """Start an episode. Returns text for the prompt."""
         name = f"{type(environment).__name__}.reset"
         columns = {
             key: value for key, value in record["columns"].items() if not (self.is_named and key == "environment")
         }
         try:
-            with end_forked_processes(name):
-                observed = environment.reset(**{"prompt": record["prompt"], **columns})
+            observed = call_function(
+                partial(environment.reset, **{"prompt": record["prompt"], **columns}), timeout_s, name
+            )
         except KeyboardInterrupt:
             raise
+        except TimeLimitReached:
+            what = f"{name} has not returned for {timeout_s:g} s (reward_timeout_s)."
+            remedy = "Give the function a time limit of its own, or raise reward_timeout_s."
+            raise UserError(
+                what, where=record["place"], remedy=remedy, option=("reward_timeout_s", "environment_factory")
+            ) from None
         except BaseException as error:  # the script's code may raise anything
             what = f"{name} failed: {type(error).__name__}: {_text_of(error)}"
             raise UserError(
