@@ -92,6 +92,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     _end_runs(root)
 
 
+@pytest.fixture
+def sample_runs(server: Server) -> None:
+    """Runs of every state, written before the browser opens the list of runs, which reloads itself when runs change."""
+    from web.conftest import make_runs
+
+    make_runs(server.root)
+
+
 def _end_runs(root: Path) -> None:
     """Kill the runs that a test started, which would continue without the server."""
     import signal

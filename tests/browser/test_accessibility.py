@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,13 +33,10 @@ def axe() -> str:
 
 
 @pytest.fixture
-def run(server) -> str:
+def run(sample_runs, server) -> str:
     """The id of a run that the server lists."""
     from burnish.serve.page.runs.runs import id_of
-    from web.conftest import make_runs
 
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
     return id_of(server.root / "saves/first")
 
 

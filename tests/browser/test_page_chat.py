@@ -32,13 +32,9 @@ def call(number: int, arguments: str) -> tuple[dict[str, object], ...]:
 
 
 @pytest.fixture
-def requests(visitor, server):
+def requests(sample_runs, visitor, server):
     """The recorded requests to the engine, which calls ``add`` twice if tools are offered and responds to the
     results."""
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
     values = {"model_name_or_path": "model", "dataset": "demo_train", "val_size": "0.1", "output_dir": "saves/first"}
     (server.root / "saves/first/run.yaml").write_text(json.dumps(values))
     requests: list[dict[str, object]] = []

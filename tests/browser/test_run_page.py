@@ -10,16 +10,13 @@ import time
 import pytest
 
 from browser.conftest import wait_for
-from web.conftest import make_runs
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
 
 @pytest.fixture
-def first(visitor, server):
+def first(sample_runs, visitor, server):
     """The folder of a finished run, whose page is open."""
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
     visitor.goto(f"{server.address}/runs")
     visitor.get_by_role("link", name="first", exact=True).click()
     visitor.locator(".chart canvas").first.wait_for()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from burnish.serve.page.runs.runs import id_of
-from web.conftest import make_runs
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 BUDGET_BYTES = 90_000
@@ -17,9 +14,7 @@ SELECTORS = {"runs": "#runs", "new": "#essentials .field", "runs/{id}": "#panel-
 
 
 @pytest.mark.parametrize("language", ["en-US", "zh-CN"])
-def test_first_visit_to_a_page_transfers_at_most_90_kb(chromium, server, language) -> None:
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_first_visit_to_a_page_transfers_at_most_90_kb(sample_runs, chromium, server, language) -> None:
     sizes = {screen: _transferred_bytes(chromium, server, screen, language) for screen in SELECTORS}
     assert {screen: size for screen, size in sizes.items() if not 20_000 < size <= BUDGET_BYTES} == {}
 

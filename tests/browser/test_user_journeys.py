@@ -192,11 +192,7 @@ def test_empty_dataset_offers_no_column_mapping(visitor, server) -> None:
     assert visitor.locator("#columns").count() == 0
 
 
-def test_deleted_run_is_not_counted_and_undo_restores_it(visitor, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_deleted_run_is_not_counted_and_undo_restores_it(sample_runs, visitor, server) -> None:
     visitor.goto(f"{server.address}/runs")
     rows = visitor.locator("tr[data-run]")
     row = rows.filter(has=visitor.get_by_role("link", name="first", exact=True))
@@ -211,11 +207,7 @@ def test_deleted_run_is_not_counted_and_undo_restores_it(visitor, server) -> Non
     row.wait_for()
 
 
-def test_table_of_a_run_shows_the_time_since_its_first_row(visitor, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_table_of_a_run_shows_the_time_since_its_first_row(sample_runs, visitor, server) -> None:
     visitor.goto(f"{server.address}/runs")
     visitor.get_by_role("link", name="first", exact=True).click()
     visitor.check("#as-table")
@@ -224,11 +216,7 @@ def test_table_of_a_run_shows_the_time_since_its_first_row(visitor, server) -> N
     assert visitor.locator("#table tbody tr").nth(10).locator("td").nth(place).inner_text() == "0:10"
 
 
-def test_long_tag_does_not_widen_the_list_of_runs(visitor, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_long_tag_does_not_widen_the_list_of_runs(sample_runs, visitor, server) -> None:
     visitor.goto(f"{server.address}/runs")
     row = visitor.locator("tr[data-run]").filter(has=visitor.get_by_role("link", name="first", exact=True))
     row.locator("summary").click()
@@ -341,11 +329,7 @@ def test_dialogs_close_with_escape_and_return_the_focus(visitor, server) -> None
         assert visitor.locator("details.menu[open]").count() == 0
 
 
-def test_hostile_texts_are_displayed_inertly(visitor, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_hostile_texts_are_displayed_inertly(sample_runs, visitor, server) -> None:
     dialogs = []
     visitor.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
     visitor.goto(f"{server.address}/runs")
@@ -377,11 +361,7 @@ def test_page_fits_a_narrow_window_and_is_keyboard_navigable(visitor, server) ->
     assert {"New run", "Runs", "Compare", "Chat", "Evaluate", "Export"} <= focused
 
 
-def test_runs_and_metrics_are_readable_without_javascript(chromium, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_runs_and_metrics_are_readable_without_javascript(sample_runs, chromium, server) -> None:
     context = chromium.new_context(java_script_enabled=False, locale="en-US")
     page = context.new_page()
     page.goto(f"{server.address}/runs")
@@ -392,11 +372,7 @@ def test_runs_and_metrics_are_readable_without_javascript(chromium, server) -> N
     context.close()
 
 
-def test_many_windows_follow_one_run_and_all_load(visitor, server) -> None:
-    from web.conftest import make_runs
-
-    shutil.rmtree(server.root / "saves")
-    make_runs(server.root)
+def test_many_windows_follow_one_run_and_all_load(sample_runs, visitor, server) -> None:
     visitor.goto(f"{server.address}/runs")
     visitor.get_by_role("link", name="first", exact=True).click()
     visitor.locator(".chart canvas").first.wait_for()
