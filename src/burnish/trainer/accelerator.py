@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
@@ -32,9 +31,8 @@ class ParallelAccelerator(ProcessMethods):
     """An accelerator with the names and semantics of accelerate's."""
 
     def __init__(
-        self, parallel: Parallel, mixed_precision: str = "no", config: Any = None,
-        trainer_log: Callable[[dict[str, Any]], None] = lambda values: None,
-        trainer_save: Callable[[], str] = lambda: "",
+        self, parallel: Parallel, mixed_precision: str, config: Any, trainer_log: Callable[[dict[str, Any]], None],
+        trainer_save: Callable[[], str],
     ) -> None:  # fmt: skip
         self.parallel = parallel
         self._trainer_log, self._trainer_save = trainer_log, trainer_save
@@ -52,7 +50,6 @@ class ParallelAccelerator(ProcessMethods):
         self.sync_gradients = True  # false in the micro-batches of a step before the last one
         # For scripts that read these attributes. burnish itself divides rows between processes and accumulates
         # gradients. As in transformers, a step of accelerate is a micro-batch.
-        config = AcceleratorConfig() if config is None else config
         self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
         self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
         accumulation = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}
@@ -164,13 +161,6 @@ class ParallelAccelerator(ProcessMethods):
         """Do nothing: the loop syncs gradients on the last micro-batch of a step."""
         return nullcontext()
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Raise ValueError: a checkpoint contains the parts of the run and callbacks with a state only."""
-        raise ValueError(
-            "accelerator.register_for_checkpointing is not supported. Use a TrainerCallback that implements "
-            "ExportableState; its state is saved in each checkpoint."
-        )
-
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save ``obj`` to the file ``f`` on the main process, with ``torch.save`` or as safetensors."""
         if not self.is_main_process:
@@ -206,10 +196,6 @@ class ParallelAccelerator(ProcessMethods):
         is_set = self.parallel.any(self._is_triggered)
         self._is_triggered = False if is_set else self._is_triggered
         return is_set
-
-    def clear(self, *parts: Any) -> tuple[()]:
-        """Same as ``free_memory``."""
-        return self.free_memory(*parts)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: the backend unscales gradients before it clips them."""
@@ -272,6 +258,8 @@ class ParallelAccelerator(ProcessMethods):
             torch.cuda.empty_cache()
         return ()
 
+    clear = free_memory
+
     def end_training(self) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -279,6 +267,8 @@ class ParallelAccelerator(ProcessMethods):
 
 _CHECKPOINT_HINT = "The trainer saves and loads checkpoints itself: see TrainerCallback.on_save."
 _UNSUPPORTED_METHODS = {
+    "register_for_checkpointing": "Use a TrainerCallback that implements ExportableState; its state is saved in each "
+    "checkpoint.",
     "register_save_state_pre_hook": _CHECKPOINT_HINT,
     "register_load_state_pre_hook": _CHECKPOINT_HINT,
     "lomo_backward": "burnish does not support LOMO.",
