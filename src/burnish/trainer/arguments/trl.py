@@ -95,7 +95,7 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
 
     def _read_json_texts(self) -> None:
         super()._read_json_texts()
-        for name in ("model_init_kwargs", "dataset_kwargs"):
+        for name in ("model_init_kwargs", "dataset_kwargs", "generation_kwargs", "chat_template_kwargs"):
             value = getattr(self, name, None)
             if isinstance(value, str):
                 setattr(self, name, dictionary_of(name, value))

@@ -29,7 +29,6 @@ from burnish.rollouts.options import (
 from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
-from burnish.trainer.arguments.values import dictionary_of
 from burnish.trainer.trl.preferences.config import Choices
 
 NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
@@ -158,14 +157,11 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
 
     def _read_json_texts(self) -> None:
         super()._read_json_texts()
-        for name in ("generation_kwargs", "chat_template_kwargs"):
+        for name, example in _EXAMPLES.items():
             value = getattr(self, name)
-            if isinstance(value, str):
-                value = dictionary_of(name, value)
-                setattr(self, name, value)
             if value is not None and not isinstance(value, Mapping):
                 what = f"`{name}` must be a dictionary, or its JSON text. Received: {value!r}."
-                raise UserError(what, remedy=f"For example, {name}={_EXAMPLES[name]}.", option=name)
+                raise UserError(what, remedy=f"For example, {name}={example}.", option=name)
 
     def choices(self) -> RolloutChoices:
         """The options that the objective reads. Raises UserError with all their problems."""
