@@ -26,8 +26,6 @@ def check_arguments(args: Fields) -> None:
         raise ValueError("At most one of fp16 and bf16 can be True.")
     if args.fp16_full_eval and args.bf16_full_eval:
         raise ValueError("At most one of fp16_full_eval and bf16_full_eval can be True.")
-    if args.warmup_steps < 0:
-        raise ValueError(f"`warmup_steps` must be at least 0. Received: {args.warmup_steps}.")
     if args.eval_strategy == "no" and args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
             f"`lr_scheduler_type` {SchedulerType(args.lr_scheduler_type).value} requires an `eval_strategy`."

@@ -14,8 +14,7 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -236,9 +235,7 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        if self.world_size > 1:
-            return ParallelMode.DISTRIBUTED
-        return ParallelMode.NOT_PARALLEL if self.n_gpu <= 1 else ParallelMode.NOT_DISTRIBUTED
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def distributed_state(self) -> ProcessState:
@@ -277,20 +274,10 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
     def get_warmup_steps(self, num_training_steps: int) -> int:
         return warmup_steps_of(self, num_training_steps)
 
-    @contextmanager
-    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
         """Run the ``with`` block in the main process first, so that the others find its results in a cache."""
-        if self.world_size == 1 or not torch.distributed.is_initialized():
-            yield
-            return
-        is_first = (self.local_process_index if local else self.process_index) == 0
-        if not is_first:
-            torch.distributed.barrier()
-        try:
-            yield
-        finally:
-            if is_first:
-                torch.distributed.barrier()
+        state = self.distributed_state
+        return state.local_main_process_first() if local else state.main_process_first()
 
     # --- as data ------------------------------------------------------------------------------------------------------
 
