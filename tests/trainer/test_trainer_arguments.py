@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 import burnish
 from burnish import SFTConfig, TrainingArguments
 from burnish.config.conversion import members
-from burnish.trainer.arguments.values import HELD_ELSEWHERE
+from burnish.trainer.arguments.values import CHECKED_ELSEWHERE
 from trainer_run import arguments
 
 SPEC = Path(__file__).parents[1] / "golden" / "peer_arguments.json"
@@ -340,7 +340,7 @@ CHOICES = [
     (kind, name)
     for kind in (TrainingArguments, SFTConfig)
     for name, spec in kind.declared.items()
-    if spec.choices and str in members(spec.type) and name not in HELD_ELSEWHERE
+    if spec.choices and str in members(spec.type) and name not in CHECKED_ELSEWHERE
 ]
 
 

@@ -90,8 +90,8 @@ class TrlArguments(TrainingArguments, metaclass=_AcceptsOldNames):
             self.bf16 = not self.fp16 and is_fast
         if isinstance(multiple := self.pad_to_multiple_of, str):
             self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
-        super().__post_init__()
         self._convert_old_values()
+        super().__post_init__()
 
     def _read_json_texts(self) -> None:
         super()._read_json_texts()

@@ -40,10 +40,8 @@ def convert_numbers(args: Fields) -> None:
             raise ValueError(f"`{name}` {error}") from None
 
 
-HELD_ELSEWHERE = {
-    "trackio_static_space_id", "optim", "lr_scheduler_type", "packing_strategy", "loss_type", "truncation_mode",
-}  # fmt: skip
-"""Options that also accept other values, or that a trainer checks itself with TRL's messages."""
+CHECKED_ELSEWHERE = {"trackio_static_space_id", "optim", "lr_scheduler_type", "loss_type"}
+"""Options that also accept other values, or that a trainer checks itself."""
 
 
 def refuse_unknown_choices(args: Fields) -> None:
@@ -51,7 +49,7 @@ def refuse_unknown_choices(args: Fields) -> None:
     for name, spec in args.declared.items():
         choices, value = spec.choices or [], getattr(args, name)
         word = value.value if isinstance(value, Enum) else value
-        if isinstance(word, str) and choices and word not in choices and name not in HELD_ELSEWHERE:
+        if isinstance(word, str) and choices and word not in choices and name not in CHECKED_ELSEWHERE:
             known = ", ".join(map(str, choices))
             near = did_you_mean(word, [str(choice) for choice in choices])
             raise ValueError(f"`{name}` must be one of {known}. Received: {word!r}.{near}")

@@ -44,8 +44,6 @@ RECORD_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
 def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:
     """TRL's truncation: prompts keep their start or end, responses their start. Rows for scoring are never
     truncated."""
-    if args.truncation_mode not in ("keep_start", "keep_end"):
-        raise ValueError(f"`truncation_mode` must be keep_start or keep_end. Received: {args.truncation_mode!r}.")
     mode = "keep_end_of_prompt" if args.truncation_mode == "keep_end" else "keep_start"
     options = PlainOptions(args.max_length, mode, on_too_long="drop" if kind == "scores" else "truncate")
     return PlainTemplate(options, tokenizer, family)

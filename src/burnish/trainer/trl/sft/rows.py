@@ -72,7 +72,8 @@ class Preparation:
     def __call__(self, dataset: Any, name: str, packing: bool) -> Any:
         """Prepare a dataset. Token ids and packs are kept."""
         refuse_transform(dataset)
-        self._check(packing)
+        if packing and self.args.max_length is None:
+            raise ValueError("Packing requires `max_length`. Received: None.")
         dataset = dataset if self.family is None else with_encoded_images(dataset)
         columns = column_names(dataset)
         if "seq_lengths" in columns or (self.family is not None and {*self.names} <= {*columns}):
@@ -89,17 +90,6 @@ class Preparation:
                 remedy="Increase max_length, or check the labels.",
             )
         return dataset.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else dataset
-
-    def _check(self, packing: bool) -> None:
-        args = self.args
-        if packing and args.max_length is None:
-            raise ValueError("Packing requires `max_length`. Received: None.")
-        if packing and args.packing_strategy not in ("bfd", "bfd_split", "wrapped"):
-            raise ValueError(
-                f"`packing_strategy` must be one of bfd, bfd_split, wrapped. Received: {args.packing_strategy!r}."
-            )
-        if args.truncation_mode not in ("keep_start", "keep_end"):
-            raise ValueError(f"`truncation_mode` must be keep_start or keep_end. Received: {args.truncation_mode!r}.")
 
     def _encode(self, dataset: Any, name: str, columns: list[str], packing: bool) -> EncodeRecords:
         sample, formatting = first_row(dataset), self._formatting(dataset, name, columns)
