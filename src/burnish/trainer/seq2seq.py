@@ -28,13 +28,16 @@ from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import TrainingArguments, for_argument_parser
-from burnish.trainer.data.generation import GenerationSettings, generate_with_slots, generation_settings_of
+from burnish.trainer.data.generation import (
+    DEFAULT_MAX_LENGTH,
+    GenerationSettings,
+    generate_with_slots,
+    generation_settings_of,
+)
 from burnish.trainer.trainer import Trainer
 
 _PREFETCHED_BATCHES = 16
 """Number of batches that are generated at once."""
-DEFAULT_MAX_LENGTH = 20
-"""Default ``max_length`` of generation configs (transformers, ``GenerationConfig``)."""
 
 
 @dataclass

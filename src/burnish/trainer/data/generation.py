@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 
 from burnish.inference.batch import Finished, generate_all
 from burnish.inference.scheduler import Scheduler
@@ -29,6 +29,8 @@ from burnish.models.patches.packed import packed_weights
 from burnish.run.predictions.answers import is_plain
 
 _INPUTS = {"input_ids", "attention_mask", "labels"}
+DEFAULT_MAX_LENGTH = 20
+"""Default ``max_length`` of ``model.generate`` (transformers, ``GenerationConfig``)."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +58,15 @@ def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> GenerationS
         return None
     config = deepcopy(model.generation_config)
     is_foreign = bool(config.update(**kwargs))
-    has_default_length = kwargs.get("max_length") is None and config.max_length in (
-        None,
-        GenerationConfig().max_length,
-        20,
-    )
+    has_default_length = kwargs.get("max_length") is None and config.max_length in (None, DEFAULT_MAX_LENGTH)
     if is_foreign or config.do_sample or not is_plain(config) or (config.max_new_tokens is None and has_default_length):
         return None
     if (config.repetition_penalty or 1.0) != 1.0:  # generate counts the padding of a prompt as repetitions
         return None
     eos = config.eos_token_id
     stops = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    padding = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
-    if padding is None:
-        padding = 0  # no response ends early
+    # Without a stop, no response ends early, and the padding is not used.
+    padding = next(iter(stops), 0) if config.pad_token_id is None else config.pad_token_id
     return GenerationSettings(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
 
 
