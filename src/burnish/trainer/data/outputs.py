@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from torch import nn
+
+from burnish.trainer.data.in_step import map_tensors
 
 
 @contextmanager
@@ -25,24 +25,8 @@ def float32_outputs(model: nn.Module, precision: AbstractContextManager[Any]) ->
 
 
 def _to_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    return float32_of(outputs)
-
-
-def float32_of(outputs: Any) -> Any:
-    """Outputs of a model with their half-precision tensors in float32. Other objects are returned unchanged."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-    if isinstance(outputs, dict):
-        values = {name: float32_of(value) for name, value in outputs.items()}
-        if isinstance(outputs, ModelOutput):
-            return type(outputs)(**values)
-        converted_outputs = copy.copy(outputs)
-        converted_outputs.update(values)
-        return converted_outputs
-    if isinstance(outputs, tuple | list):
-        converted = map(float32_of, outputs)
-        return type(outputs)(*converted) if hasattr(outputs, "_fields") else type(outputs)(converted)
-    return outputs
+    half = (torch.bfloat16, torch.float16)
+    return map_tensors(outputs, lambda value: value.float() if value.dtype in half else value)
 
 
 def has_hooks(module: nn.Module) -> bool:
