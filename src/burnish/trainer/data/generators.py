@@ -65,11 +65,6 @@ def set_attribute_states(loader: Any, states: Mapping[str, Any]) -> None:
                 setattr(holder, name, restored)
 
 
-def of_collator(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the states of the generators of the collator."""
-    return {path: state for path, state in states.items() if path.startswith("collate_fn.")}
-
-
 def _holders(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path, object) of the collator, the dataset, the samplers and the objects that they wrap."""
     if getattr(loader, "num_workers", 0):

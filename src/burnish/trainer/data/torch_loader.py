@@ -24,13 +24,7 @@ from burnish.data.batches.loader import StepBatchLoader, StepPartition, order_of
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, StepBatch
 from burnish.trainer import notes
-from burnish.trainer.data.generators import (
-    attribute_states,
-    generators_of,
-    of_collator,
-    set_attribute_states,
-    set_generators,
-)
+from burnish.trainer.data.generators import attribute_states, generators_of, set_attribute_states, set_generators
 from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.stateful import loader_state, stateful_stream
 
@@ -186,15 +180,14 @@ class TorchLoader(StepBatchLoader):
         total: micro-batches per epoch: ``len(loader)``; without a length, those of the whole run.
         count: batch -> (rows, tokens) for the meter.
         on_empty: called if an epoch of a loader without length has no batches.
-        parallel: for runs with several processes.
+        parallel: backend of the run.
         pad: converts a batch to one without items.
         take: (batches, number) -> the micro-batches of a step. Default: the next ones.
     """
 
     def __init__(
         self, loader: Any, accumulation: int, total: int, count: Callable[[Batch], tuple[int, int]],
-        on_empty: Callable[[], None] = lambda: None, parallel: Parallel | None = None,
-        pad: Callable[[Batch], PaddingBatch] = PaddingBatch,
+        on_empty: Callable[[], None], parallel: Parallel, pad: Callable[[Batch], PaddingBatch],
         take: Callable[[Iterator[Batch], int], list[Batch]] | None = None,
     ) -> None:  # fmt: skip
         self.parallel = parallel
@@ -206,7 +199,7 @@ class TorchLoader(StepBatchLoader):
         self.generators_at_start: dict[str, Any] | None = None
         self.own_generators: list[Tensor] = []  # loaded states of ``generators_of``, until an epoch begins with them
         self.attribute_states: dict[str, Any] = {}  # loaded ones of collator and dataset, until reading continues
-        self.source = stateful_stream(loader, 1 if parallel is None else parallel.world_size)
+        self.source = stateful_stream(loader, parallel.world_size)
         self.source_state: Any = None  # state of the source at ``position``, until reading continues from there
 
     def step_batches(self) -> Iterator[StepBatch]:
@@ -256,7 +249,7 @@ class TorchLoader(StepBatchLoader):
     def parts(self) -> Mapping[str, Part]:
         """The random generators of each rank, if there are several. ``state_dict`` contains those of rank 0, with which
         a run with another number of ranks continues."""
-        if self.parallel is None or self.parallel.world_size == 1:
+        if self.parallel.world_size == 1:
             return {}
         return {"loader_rng": Part(GeneratorsOfRank(self), "loader_rng", on_each_rank=True)}
 
@@ -332,8 +325,10 @@ class TorchLoader(StepBatchLoader):
             )
             for _ in islice(rest, self.position):
                 pass
-        set_rng_state(now)  # the dataset or loader that continues by itself has set its own generators
-        set_attribute_states(self.loader, of_collator(attributes) if is_resuming else attributes)
+        set_rng_state(now)
+        if is_resuming:  # the dataset or loader has set its own generators, but not those of the collator
+            attributes = {path: state for path, state in attributes.items() if path.startswith("collate_fn.")}
+        set_attribute_states(self.loader, attributes)
         return self._with_padding_batches(rest)
 
     def _restore_state(self) -> bool:
@@ -347,7 +342,7 @@ class TorchLoader(StepBatchLoader):
 
     def _in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of a loader without length, the same number on every rank."""
-        if self.parallel is None or self.parallel.world_size == 1 or num_batches(self.loader) is not None:
+        if self.parallel.world_size == 1 or num_batches(self.loader) is not None:
             return batches
         return (batch if is_own else self.pad(batch) for batch, is_own in equalize_batches(batches, self.parallel))
 
