@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import IterableDatasetShard
-from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
+from transformers.trainer_utils import has_length, seed_worker
 
 from burnish.data.batches.loader import StepPartition
 from burnish.loop.protocols import Parallel
@@ -184,13 +184,6 @@ def without_unused(dataset: Any, columns: list[str], model_name: str, descriptio
             "You may need to set `remove_unused_columns=False` in `TrainingArguments`."
         )
     return dataset.remove_columns(ignored)
-
-
-def collator_without_unused(collate: Any, columns: list[str], model_name: str, description: str | None) -> Any:
-    """A collator that drops the columns that the model does not accept from each row."""
-    return RemoveColumnsCollator(
-        data_collator=collate, signature_columns=columns, logger=logger, description=description, model_name=model_name
-    )
 
 
 def is_datasets_set(dataset: Any) -> bool:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from burnish.trainer import inspection, training
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.data import loaders
 from burnish.trainer.data.in_step import tensors_by_name
 from burnish.trainer.methods.loss import LossMethods
+from burnish.trainer.notes import logger
 
 
 class DataMethods(LossMethods):
@@ -164,8 +166,8 @@ class DataMethods(LossMethods):
         if not self.args.remove_unused_columns:
             return data_collator
         self._set_signature_columns_if_needed()
-        name = type(self.model).__name__
-        return loaders.collator_without_unused(data_collator, self._signature_columns or [], name, description)
+        columns, name = self._signature_columns or [], type(self.model).__name__
+        return RemoveColumnsCollator(data_collator, columns, logger, name, description)
 
 
 def call_with_accepted(method: Callable[..., Any], *args: Any) -> Any:
