@@ -27,7 +27,6 @@ from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.report import results
 from burnish.run.hub import LOCAL_FILES
-from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.files import card
 from burnish.trainer.files.transformers_checkpoints import write_transformers_files
 from burnish.trainer.inspection import is_peft_model
@@ -57,8 +56,11 @@ class FileMethods(OptimizerMethods):
             self._write_companions(folder)
 
     def _write_companions(self, folder: Path) -> None:
-        """Save tokenizer or processor, and the arguments."""
-        write_tokenizer_and_arguments(folder, self._saved_processing_class, self.args)
+        """Save tokenizer or processor, and the arguments as JSON."""
+        if hasattr(self._saved_processing_class, "save_pretrained"):
+            self._saved_processing_class.save_pretrained(str(folder))
+        text = without_secrets(json.dumps(self.args.to_dict(), indent=2, default=str))
+        (folder / ARGUMENTS_NAME).write_text(text + "\n", encoding="utf-8")
 
     @property
     def _saved_processing_class(self) -> Any:
@@ -216,14 +218,6 @@ def write_configs(model: Any, folder: Path) -> None:
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(str(folder))
-
-
-def write_tokenizer_and_arguments(folder: Path, tokenizer: Any, args: TrainingArguments) -> None:
-    """Save tokenizer or processor, and the arguments as JSON."""
-    if hasattr(tokenizer, "save_pretrained"):
-        tokenizer.save_pretrained(str(folder))
-    text = without_secrets(json.dumps(args.to_dict(), indent=2, default=str))
-    (folder / ARGUMENTS_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def keep_only(checkpoints: Checkpoints, name: str) -> None:
