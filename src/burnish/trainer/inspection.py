@@ -12,7 +12,6 @@ from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
-from transformers.utils import find_labels
 
 from burnish.models.load import context_length
 from burnish.trainer import notes
@@ -40,11 +39,6 @@ def takes_loss_arguments(model: Any) -> bool:
     parameters = inspect.signature(base.forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     return bool(getattr(base, "accepts_loss_kwargs", takes_any))
-
-
-def labels_of(model: Any, names: list[str] | None) -> list[str]:
-    """The label arguments of ``forward``: as given, or found by their names."""
-    return list(find_labels(type(base_model(model)))) if names is None else names
 
 
 def model_columns(model: Any, label_names: list[str]) -> list[str]:

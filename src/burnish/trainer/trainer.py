@@ -230,7 +230,10 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
         )
 
     def _stop_empty(self) -> None:
-        training.warn_empty_dataset(self.state)
+        logger.warning(
+            f"The dataset has no more examples, stopping training at step {self.state.global_step}! This is expected "
+            f"for an IterableDataset with fewer examples than max_steps ({self.state.max_steps}) requires."
+        )
         self.control.should_training_stop = True
 
     def _get_output_dir(self, trial: Any = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 from transformers.integrations import activate_neftune
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import align_special_tokens, get_last_checkpoint
 
 from burnish.checkpoint import checkpoint
 from burnish.config.errors import UserError
@@ -66,8 +66,6 @@ def prepare_for_training(
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     # Image processors and feature extractors have no special tokens.
     if hasattr(model, "config") and isinstance(tokenizer, PreTrainedTokenizerBase):
-        from transformers.trainer_utils import align_special_tokens
-
         align_special_tokens(model, tokenizer)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         record(model, lambda: DebugUnderflowOverflow(model), OUTPUT_CHECK)
@@ -139,14 +137,10 @@ def trainer_fingerprints(args: TrainingArguments, plan: StepPlan, rows_per_step:
     }  # fmt: skip
 
 
-@contextmanager
-def exclusive_writer(folder: str, args: TrainingArguments) -> Iterator[None]:
+def exclusive_writer(folder: str, args: TrainingArguments) -> AbstractContextManager[None]:
     """Context that prevents two runs from writing checkpoints to the same folder."""
-    if args.save_strategy == "no" or not args.should_save:
-        yield
-        return
-    with exclusive_writer_lock(Path(folder)):
-        yield
+    writes = args.save_strategy != "no" and args.should_save
+    return exclusive_writer_lock(Path(folder)) if writes else nullcontext()
 
 
 @contextmanager
@@ -168,13 +162,6 @@ def stop_on_signals(trainer: Any, args: TrainingArguments, parallel: Parallel) -
     ends_quietly = args.enable_jit_checkpoint and interrupt.received != signal.SIGINT
     if interrupt.exit_code is not None and not ends_quietly:
         raise KeyboardInterrupt
-
-
-def warn_empty_dataset(state: TrainerState) -> None:
-    logger.warning(
-        f"The dataset has no more examples, stopping training at step {state.global_step}! This is expected for an "
-        f"IterableDataset with fewer examples than max_steps ({state.max_steps}) requires."
-    )
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------

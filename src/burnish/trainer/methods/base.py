@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainerMemoryTracker, speed_metrics, validate_quantization_for_training
-from transformers.utils import can_return_loss, logging
+from transformers.utils import can_return_loss, find_labels, logging
 
 from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop
@@ -153,8 +153,9 @@ class TrainerBase:
             self._move_model_to_device(model, self._parallel.device)
         self.model_wrapped = model  # replaced by the backend's prepared model
         self.model_accepts_loss_kwargs = inspection.takes_loss_arguments(model)
-        self.label_names = inspection.labels_of(model, args.label_names)
-        self.can_return_loss = can_return_loss(type(inspection.base_model(model)))
+        kind = type(inspection.base_model(model))
+        self.label_names = list(find_labels(kind)) if args.label_names is None else args.label_names
+        self.can_return_loss = can_return_loss(kind)
         self.label_smoother = inspection.smoother_of(model, args.label_smoothing_factor)
         self.neftune_noise_alpha = args.neftune_noise_alpha
         self._known_capabilities: Capabilities | None = None
