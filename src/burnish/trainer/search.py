@@ -26,12 +26,10 @@ class Search:
     Args:
         space: trial -> values of arguments.
         compute_objective: metrics of an evaluation -> value to minimize or maximize.
-        name_of: trial -> name of its folder and its run.
     """
 
     space: Callable[[Any], dict[str, Any]]
     compute_objective: Callable[[dict[str, float]], Any]
-    name_of: Callable[[Any], str] | None = None
     objective: Any = None  # of the current trial
 
     def take_values(self, trial: Any, args: TrainingArguments) -> None:

@@ -240,8 +240,8 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
         """``output_dir``, or the subfolder of a trial."""
         if trial is None or self._search is None:
             return str(self.args.output_dir)
-        name_of = self._search.name_of or (lambda trial: f"run-{getattr(trial, 'number', trial)}")
-        return str(Path(self.args.output_dir) / name_of(trial))
+        name = f"run-{getattr(trial, 'number', trial)}" if self.hp_name is None else self.hp_name(trial)
+        return str(Path(self.args.output_dir) / name)
 
     @property
     def deepspeed(self) -> Any:
@@ -265,7 +265,7 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
         """The best of ``n_trials`` runs. Arguments as in transformers' ``Trainer``; ``backend`` must be "optuna"."""
         self.hp_search_backend, self.hp_name = search.check_backend(backend, self.model_init), hp_name
         self._search = search.Search(
-            hp_space or default_hp_space_optuna, compute_objective or default_compute_objective, hp_name
+            hp_space or default_hp_space_optuna, compute_objective or default_compute_objective
         )
         try:
             return self._search.run(partial(self.train, None), self.evaluate, n_trials, direction, kwargs)
@@ -281,8 +281,7 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
     def _name_trial(self, state: TrainerState) -> None:
         state.is_hyper_param_search = self._trial is not None
         if self._trial is not None:
-            name_of = None if self._search is None else self._search.name_of
-            state.trial_name = None if name_of is None else name_of(self._trial)
+            state.trial_name = None if self.hp_name is None else self.hp_name(self._trial)
             state.trial_params = getattr(self._trial, "params", self._trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
