@@ -20,7 +20,6 @@ from burnish.data.batches.loader import num_tokens
 from burnish.data.sets.trl import Kind
 from burnish.loop.loop import TrainOutput
 from burnish.loop.meter import EvalSums
-from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Row, StepBatch
 from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.losses.preference_options import needs_reference
@@ -44,7 +43,6 @@ from burnish.trainer.trl.preferences.collator import (
 )
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
 from burnish.trainer.trl.preferences.objective import (
-    ConvertedLoader,
     EvalBatchesWithReference,
     Score,
     capabilities_and_collator,
@@ -180,7 +178,7 @@ class PreferenceTrainer(OverridableTrainer):
         self._configure_objective(peft_config)
         self._totals = EvalSums()
         self._inspect(args)
-        if self._precomputes_reference:
+        if self.precompute_ref_logps:
             self._precompute_reference()
 
     def _check_collated_by_script(self, args: PreferenceConfig, train_dataset: Any) -> None:
@@ -201,7 +199,8 @@ class PreferenceTrainer(OverridableTrainer):
         return isinstance(self.objective, AnswersObjective) and self.objective.needs_reference
 
     @property
-    def _precomputes_reference(self) -> bool:
+    def precompute_ref_logps(self) -> bool:
+        """Whether the log-probabilities of the reference are precomputed. The name is TRL's."""
         args = self.args
         return isinstance(args, WithReference) and args.precompute_ref_log_probs and self._needs_reference
 
@@ -268,10 +267,6 @@ class PreferenceTrainer(OverridableTrainer):
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
 
-    def _objective(self) -> Objective:
-        objective: Objective = self._scripted if self._is_scripted else self.objective
-        return objective
-
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return PaddingBatch(batch) if self._is_scripted or "items" not in batch else padding_batch(batch)
 
@@ -304,11 +299,6 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _inspect(self, args: PreferenceConfig) -> None:
         """Print notes on the rows of the training set."""
-
-    @property
-    def precompute_ref_logps(self) -> bool:
-        """TRL's name of ``args.precompute_ref_log_probs``."""
-        return self._precomputes_reference
 
     def _precompute_reference(self) -> None:
         """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
@@ -370,7 +360,7 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _prepare_passed(self, dataset: Any) -> Any:
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
-        return self._add_missing_columns(dataset, "eval") if self._precomputes_reference else dataset
+        return self._add_missing_columns(dataset, "eval") if self.precompute_ref_logps else dataset
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         if self._is_scripted:
@@ -405,17 +395,15 @@ class PreferenceTrainer(OverridableTrainer):
     def _collate_for_loader(self) -> Callable[[list[Any]], Any]:
         return self._collate if self._loads_own_batches or self.family is not None else self._pad_rows
 
-    def _in_own_form(self, batch: Batch) -> Batch:
-        """The objective's batch of a padded one, such as that of a script's own loader."""
-        if "items" in batch:
+    def _in_form_of_objective(self, batch: Batch) -> Batch:
+        """The batch in the form that ``_objective`` reads. A script's own loader yields padded batches."""
+        if self._is_scripted or "items" in batch:
             return batch
         collated: Batch = self.objective.collate(rows_of_padded(batch, self.kind))
         return padding_batch(collated) if isinstance(batch, PaddingBatch) else collated
 
     def _converted_step(self, step_batch: StepBatch) -> StepBatch:
-        if self._is_scripted:
-            return step_batch
-        return replace(step_batch, batches=[self._in_own_form(batch) for batch in step_batch.batches])
+        return replace(step_batch, batches=[self._in_form_of_objective(batch) for batch in step_batch.batches])
 
     def _set_signature_columns_if_needed(self) -> None:
         numbers = [f"reference_{side}logps" for side in ("", "kl_", "chosen_", "rejected_")]
@@ -480,23 +468,15 @@ class PreferenceTrainer(OverridableTrainer):
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
     ) -> Any:  # fmt: skip
-        if not self._is_scripted:
-            dataloader = ConvertedLoader(dataloader, self._in_own_form)
-        self._totals, module = EvalSums(), self._model_for_evaluation()
-        ready = partial(self._objective().iter_eval, module, parallel=self._parallel)
+        self._totals = EvalSums()
+        batches = EvalBatchesWithReference(
+            dataloader, self._objective(), self._model_for_evaluation(), self._parallel, self._in_form_of_objective,
+            self._padding_batch,
+        )  # fmt: skip
         with torch.no_grad():
-            with_reference = EvalBatchesWithReference(
-                dataloader, lambda batches: ready(batches=batches), self._parallel, self._padding_batch
-            )
-            output = super().evaluation_loop(
-                with_reference, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(batches, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         means = self.objective.report(self._totals.means(self._parallel))
         metrics: Any = output.metrics
         metrics.update({f"{metric_key_prefix}_{name}": v for name, v in means.items() if name != "loss"})
         metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
         return output
-
-    def _model_for_evaluation(self) -> nn.Module:
-        model = super()._model_for_evaluation()
-        return self.model if self._is_scripted and model is self._made else model

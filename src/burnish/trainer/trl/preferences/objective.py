@@ -8,7 +8,8 @@ evaluation with reference log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
 from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.kernels.probe import Capabilities, unwrap_peft
-from burnish.loop.protocols import Parallel
+from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate
 from burnish.losses.preference_options import ReferenceOptions
@@ -60,48 +61,42 @@ class EvalBatchesWithReference:
 
     Args:
         loader: this rank's loader.
-        ready: ``Objective.iter_eval`` with module and backend.
+        objective: adds the log-probabilities (``iter_eval``).
+        module: the module of the objective.
+        parallel: backend of the run.
+        convert: converts a batch of the loader to the form that the objective reads.
         pad: converts a batch to one with weight 0, for ranks without further batches.
     """
 
     def __init__(
-        self, loader: Any, ready: Callable[[Iterable[Batch]], Iterator[Batch]], parallel: Parallel,
-        pad: Callable[[Batch], Batch] = padding_batch,
+        self, loader: Any, objective: Objective, module: nn.Module, parallel: Parallel,
+        convert: Callable[[Batch], Batch], pad: Callable[[Batch], Batch],
     ) -> None:  # fmt: skip
-        self.loader, self.ready, self.parallel, self.pad = loader, ready, parallel, pad
+        self.loader, self.objective, self.module, self.parallel = loader, objective, module, parallel
+        self.convert, self.pad = convert, pad
         self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.ready(_EqualizedLoader(self.loader, self.parallel, self.pad)):
+        batches = _EqualizedLoader(self.loader, self.parallel, self.convert, self.pad)
+        for batch in self.objective.iter_eval(self.module, batches, self.parallel):
             # Its rows are counted by the first tensor; a padded batch of TRL is not changed.
             yield {"items": batch["items"], **batch} if "items" in batch else batch
 
 
-class ConvertedLoader:
-    """The batches of a loader, each converted."""
-
-    def __init__(self, loader: Any, convert: Callable[[Batch], Batch]) -> None:
-        self.loader, self.convert = loader, convert
-        self.dataset = getattr(loader, "dataset", None)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return map(self.convert, self.loader)
-
-
+@dataclass(eq=False)
 class _EqualizedLoader:
     """A loader that can be iterated several times, with the same number of batches on all ranks."""
 
-    def __init__(self, loader: Any, parallel: Parallel, pad: Callable[[Batch], Batch]) -> None:
-        self.loader, self.parallel, self.pad = loader, parallel, pad
+    loader: Any
+    parallel: Parallel
+    convert: Callable[[Batch], Batch]
+    pad: Callable[[Batch], Batch]
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, is_own in equalize_batches(self.loader, self.parallel):
+        for batch, is_own in equalize_batches(map(self.convert, self.loader), self.parallel):
             yield batch if is_own else self.pad(batch)
 
 

@@ -149,7 +149,7 @@ class Scripted(PaddedObjective):
         return self.loss_of(module, batch, self.ready(module, batch))
 
 
-@dataclass
+@dataclass(eq=False)
 class _RecordedBatches:
     """The objective's batches of a loader, which can be iterated twice. ``padded``: the batches of the last
     iteration."""
@@ -164,8 +164,6 @@ class _RecordedBatches:
         for batch in self.batches:
             self.padded.append(self.parallel.to_device(batch))
             yield self.collated(batch)
-
-    __hash__ = object.__hash__
 
 
 class PaddedScores(nn.Module):
@@ -249,9 +247,13 @@ class OverridableTrainer(TrlTrainer):
     itself.
 
     Attributes:
+        objective: the objective of the trainer.
+        _scripted: an objective that calls a script's methods.
         _made: the objective's module around the model.
     """
 
+    objective: Any
+    _scripted: Any
     _made: nn.Module
     _pad: int
 
@@ -287,6 +289,14 @@ class OverridableTrainer(TrlTrainer):
     def _module(self) -> nn.Module:
         module: nn.Module = self.model if self._is_scripted else self._made
         return module
+
+    def _objective(self) -> Objective:
+        objective: Objective = self._scripted if self._is_scripted else self.objective
+        return objective
+
+    def _model_for_evaluation(self) -> nn.Module:
+        model = super()._model_for_evaluation()
+        return self.model if self._is_scripted and model is self._made else model
 
     @property
     def _is_scripted(self) -> bool:

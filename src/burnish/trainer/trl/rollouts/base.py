@@ -22,7 +22,6 @@ from burnish.config.options import raise_if
 from burnish.data.batches.loader import num_tokens
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import EvalSums
-from burnish.loop.protocols import Objective
 from burnish.loop.types import Batch, Loss, Metric
 from burnish.losses.reference import InitialWeights, MovingReference
 from burnish.models.load import context_length
@@ -209,9 +208,6 @@ class RolloutTrainer(RewardMethods):
         if self.rollout_func is not None:
             vocab_size = model.get_input_embeddings().num_embeddings
             objective.source = ScriptSource(self.rollout_func, self, vocab_size)
-
-    def _objective(self) -> Objective:
-        return self._scripted if self._is_scripted else self.objective
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return padding_batch(batch)
@@ -426,7 +422,3 @@ class RolloutTrainer(RewardMethods):
         self._step = StepInProgress(sums=self._sums_of(batch))
         value = self.prediction_step(module, batch, True, ignore_keys=None)[0]
         return Loss(value * self._num_items(batch), self._step.sums)
-
-    def _model_for_evaluation(self) -> nn.Module:
-        model = super()._model_for_evaluation()
-        return self.model if self._is_scripted and model is self._made else model
