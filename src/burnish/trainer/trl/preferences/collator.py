@@ -88,7 +88,7 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
         ValueError: if a key is missing.
     """
     if "chosen_input_ids" in batch:
-        sides = [_labeled_sequences(batch, side) for side in ("chosen", "rejected")]
+        sides = [_sequences(batch, f"{side}_", batch[f"{side}_labels"]) for side in ("chosen", "rejected")]
     else:
         required = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
         if missing := [name for name in required if name not in batch]:
@@ -207,22 +207,16 @@ def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, An
     ]  # fmt: skip
 
 
-def _labeled_sequences(batch: Mapping[str, Any], side: str) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each sequence of a side, without padding."""
-    values = (batch[f"{side}_{name}"] for name in ("input_ids", "labels", "attention_mask"))
-    return [
-        (ids[mask.bool()].tolist(), labels[mask.bool()].tolist()) for ids, labels, mask in zip(*values, strict=True)
-    ]
-
-
-def _sequences(batch: Mapping[str, Any], prefix: str) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each sequence, without padding. Without a completion mask all tokens are trained."""
+def _sequences(
+    batch: Mapping[str, Any], prefix: str, labels: Tensor | None = None
+) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each sequence, without padding. ``labels`` default to the ids in the completion mask; without
+    a mask all tokens are trained."""
     ids: Tensor = batch[f"{prefix}input_ids"]
-    real = batch.get(f"{prefix}attention_mask")
-    learned = batch.get(f"{prefix}completion_mask")
-    sequences = []
-    for at, line in enumerate(ids):
-        there = slice(None) if real is None else real[at].bool()
-        labels = line if learned is None else line.masked_fill(learned[at] == 0, IGNORE_INDEX)
-        sequences.append((line[there].tolist(), labels[there].tolist()))
-    return sequences
+    if labels is None:
+        learned = batch.get(f"{prefix}completion_mask")
+        labels = ids if learned is None else ids.masked_fill(learned == 0, IGNORE_INDEX)
+    real = batch.get(f"{prefix}attention_mask", torch.ones_like(ids)).bool()
+    return [
+        (line[there].tolist(), trained[there].tolist()) for line, trained, there in zip(ids, labels, real, strict=True)
+    ]
