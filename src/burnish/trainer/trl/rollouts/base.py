@@ -64,7 +64,6 @@ from burnish.trainer.trl.rollouts.tools import (
     ToolSource,
     check_tools,
     schemas,
-    tools_text,
 )
 from burnish.trainer.trl.sft.setup import inner_tokenizer, resolve_config, resolve_model
 
@@ -284,7 +283,8 @@ class RolloutTrainer(RewardMethods):
         if known is not None:
             return known
         kwargs: Any = self.args.chat_template_kwargs
-        rows = prompt_rows(dataset, name, self.objective, kwargs, tools_text(self.tools))
+        tools = json.dumps(schemas(self.tools)) if self.tools else ""
+        rows = prompt_rows(dataset, name, self.objective, kwargs, tools)
         records = [json.loads(row["record"]) for row in rows] if self.tools or self.environments is not None else []
         for record in records:
             if isinstance(record["prompt"], str):

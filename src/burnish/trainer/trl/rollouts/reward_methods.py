@@ -13,10 +13,7 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.trainer.trl.rollouts.attributes import RolloutAttributes
-from burnish.trainer.trl.rollouts.tools import (
-    Environments,
-    ToolSource,
-)
+from burnish.trainer.trl.rollouts.tools import Environments, ToolSource
 
 
 class RewardMethods(RolloutAttributes):
@@ -100,12 +97,12 @@ class RewardMethods(RolloutAttributes):
                 function.call.to(self._parallel.device)
         names = dict.fromkeys(name for record in inputs for name in record if name != "prompt")
         columns = {name: [record.get(name) for record in inputs] for name in names}
+        more: dict[str, Any] = {"trainer_state": self.state}
+        if self.environments is not None:
+            more["environments"] = self.environments.of_completions
         table = compute_rewards(
-            self.objective.functions, prompts, completions, completion_ids_list, columns,
-            extra_arguments={"trainer_state": self.state, **self._environment_arguments()}, **self._log_request,
+            self.objective.functions, prompts, completions, completion_ids_list, columns, extra_arguments=more,
+            **self._log_request,
         )  # fmt: skip
         self._logged_extra, self._logged_metrics = table.extra, table.metrics
         return table.values
-
-    def _environment_arguments(self) -> dict[str, Any]:
-        return {} if self.environments is None else {"environments": self.environments.of_completions}

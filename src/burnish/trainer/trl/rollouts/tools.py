@@ -8,7 +8,6 @@ those of the chat template after a conversation of two messages, without the ids
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -120,11 +119,12 @@ class ToolDialogue:
         of_prompt = self._ids(dummy[:1], add_generation_prompt=False)
         ends = [at for at, token in enumerate(ids) if token == eos]
         if ids[: len(of_prompt)] != of_prompt or not 0 < before.count(eos) <= len(ends):
-            what = (
+            raise UserError(
                 "The chat template changes a prompt when a tool result follows, so completions of several turns would "
+                "differ from what the model generated.",
+                remedy="Use a chat template that leaves earlier turns unchanged.",
+                option="tools",
             )
-            what += "differ from what the model generated."
-            raise UserError(what, remedy="Use a chat template that leaves earlier turns unchanged.", option="tools")
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -324,16 +324,16 @@ class Environments:
     """
 
     def __init__(self, factories: Any, tools: Sequence[Tool]) -> None:
-        if not (factories.values() if isinstance(factories, Mapping) else [factories]):
+        self.is_named = isinstance(factories, Mapping)
+        self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
+        if not self.factories:
             raise ValueError("`environment_factory` must have at least one entry. Received: an empty dictionary.")
-        for factory in factories.values() if isinstance(factories, Mapping) else [factories]:
+        for factory in self.factories.values():
             if not callable(factory):
                 raise TypeError(
                     "`environment_factory` must be a class or function that creates an environment, or a dictionary of "
                     f"them by name. Received: {factory!r:.100}, of type {type(factory).__name__}."
                 )
-        self.is_named = isinstance(factories, Mapping)
-        self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
         self.shared = list(tools)
         self.pools: dict[Any, list[Any]] = {name: [self._create(name)] for name in self.factories}
         self.of_completions: list[Any] = []
@@ -444,8 +444,3 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
 
         return get_reward
     return lambda environments: [each.get_reward() if type(each) is kind else None for each in environments]
-
-
-def tools_text(tools: Sequence[Tool]) -> str:
-    """Return the schemas of tools as JSON text, as in examples; "" for none."""
-    return json.dumps(schemas(tools)) if tools else ""
