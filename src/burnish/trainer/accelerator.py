@@ -16,11 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
+from burnish.parallel.accelerate import blank_tracker
 from burnish.parallel.selection import local_rank
 from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.data.loaders import loader_of_rank
@@ -93,9 +96,12 @@ class ParallelAccelerator(ProcessMethods):
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Do nothing: the loop counts micro-batches and syncs gradients on the last one of a step."""
+    def accumulate(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Do nothing: the loop counts micro-batches and syncs gradients on the last one of a step, and all processes
+        of a run have the same number of batches."""
         return nullcontext()
+
+    no_sync = trigger_sync_in_backward = join_uneven_inputs = accumulate
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that omits the first ``num_batches`` batches in each iteration."""
@@ -143,8 +149,6 @@ class ParallelAccelerator(ProcessMethods):
         """Save the weights of a model as safetensors on the main process. ``trainer.save_model`` also writes
         configuration and tokenizer, and gathers sharded weights.
         """
-        from huggingface_hub import save_torch_model
-
         if self.is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save_torch_model(self.unwrap_model(model), save_directory, max_shard_size=max_shard_size)
@@ -153,21 +157,11 @@ class ParallelAccelerator(ProcessMethods):
         """Whether a model is distributed over several devices."""
         return any(len(getattr(module, "hf_device_map", None) or {}) > 1 for module in model.modules())
 
-    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Do nothing: all processes of a run have the same number of batches."""
-        return nullcontext()
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Do nothing: the loop syncs gradients on the last micro-batch of a step."""
-        return nullcontext()
-
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Save ``obj`` to the file ``f`` on the main process, with ``torch.save`` or as safetensors."""
         if not self.is_main_process:
             return
         if safe_serialization:
-            from safetensors.torch import save_file
-
             save_file(obj, str(f), metadata={"format": "pt"})
         else:
             torch.save(obj, f)
@@ -175,8 +169,6 @@ class ParallelAccelerator(ProcessMethods):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker that does nothing, as accelerate does if it has none. The trackers of ``report_to`` are
         callbacks in ``trainer.callback_handler.callbacks``."""
-        from burnish.parallel.accelerate import blank_tracker
-
         return blank_tracker()
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -246,9 +238,6 @@ class ParallelAccelerator(ProcessMethods):
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self.parallel.precision()
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def wait_for_everyone(self) -> None:
         self.parallel.barrier()
