@@ -7,20 +7,17 @@ event, ``add_callback``, ``pop_callback``, ``remove_callback``, and attributes f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import trainer_callback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging
+from transformers.utils import is_in_notebook, logging
 
 from burnish.loop import events
 from burnish.loop.events import EVENTS, CallbackHandler
 from burnish.loop.state import TrainerControl
 from burnish.report.trackers import tracker_callbacks
-
-if TYPE_CHECKING:
-    from burnish.trainer.arguments.training import TrainingArguments
-
+from burnish.trainer.arguments.training import TrainingArguments
 
 logger = logging.get_logger("transformers.trainer_callback")  # so that a script can set its log level
 
@@ -132,8 +129,6 @@ def display_callback(args: TrainingArguments) -> Any:
     """transformers' own progress bar, or its lines with ``disable_tqdm``, so that the output is as expected."""
     if args.disable_tqdm:
         return PrinterCallback
-    from transformers.utils import is_in_notebook
-
     if is_in_notebook():
         from transformers.utils.notebook import NotebookProgressCallback
 

@@ -6,7 +6,7 @@ Nothing here calls the model. Properties that require a forward pass are in ``mo
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -15,9 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from burnish.models.load import context_length
 from burnish.trainer import notes
-
-if TYPE_CHECKING:
-    from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.arguments.training import TrainingArguments
 
 
 def base_model(model: Any) -> Any:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer_utils import BestRun, HPSearchBackend, number_of_arguments
 
 from burnish.config.errors import MissingExtraError
+from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.notes import logger
-
-if TYPE_CHECKING:
-    from burnish.trainer.arguments.training import TrainingArguments
 
 
 @dataclass

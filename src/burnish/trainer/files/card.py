@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
@@ -17,11 +17,8 @@ from transformers.modelcard import TrainingSummary, make_markdown_table
 from burnish.adapters.base import trainable_summary
 from burnish.report.card import CardFacts, write_card
 from burnish.trainer import inspection
+from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain
-
-if TYPE_CHECKING:
-    from burnish.trainer.arguments.training import TrainingArguments
-
 
 _OMITTED_ARGUMENTS = {
     "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "local_rank", "resume",

@@ -6,11 +6,15 @@ contain code. The position in the data is derived from ``global_step``, as in tr
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers.trainer_pt_utils import safe_globals
 
 from burnish.adapters.base import load_model_state, model_state
 from burnish.config.errors import UserError
@@ -54,8 +58,6 @@ def load_foreign_weights(folder: Path, model: Any) -> None:
     if (folder / "adapter_config.json").is_file() and hasattr(model, "load_adapter"):
         model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
         return
-    from safetensors.torch import load_file
-
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UserError(
@@ -79,11 +81,6 @@ def _load_generators(folder: Path, rank: int, world_size: int) -> None:
     path = folder / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
     if not path.is_file():
         return
-    import random
-
-    import numpy
-    from transformers.trainer_pt_utils import safe_globals
-
     with safe_globals():  # numpy's array types, which the state of a generator consists of
         state = torch.load(path, weights_only=True)
     random.setstate(state["python"])
@@ -99,10 +96,6 @@ def _load_generators(folder: Path, rank: int, world_size: int) -> None:
 
 def write_transformers_files(folder: Path, optimizer: Any, scheduler: Any) -> None:
     """Write ``optimizer.pt``, ``scheduler.pt`` and ``rng_state.pth`` in transformers' format."""
-    import random
-
-    import numpy
-
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     torch.save(scheduler.state_dict(), folder / "scheduler.pt")
     state: dict[str, Any] = {

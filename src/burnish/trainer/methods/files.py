@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import metrics_format
 
@@ -190,8 +191,6 @@ def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> 
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(str(folder), **({} if state_dict is None else {"state_dict": state_dict}))
     else:
-        from safetensors.torch import save_file
-
         save_file(state_dict or model_state(model), folder / "model.safetensors", metadata={"format": "pt"})
 
 

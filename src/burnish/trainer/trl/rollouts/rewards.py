@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import AutoTokenizer
 
 from burnish.config.errors import UserError, did_you_mean, first_line
 from burnish.config.options import raise_if
@@ -110,8 +111,6 @@ def _of_name(name: str, tokenizer: Any) -> Any:
 
 
 def _tokenizer_of(model: Any) -> Any:
-    from transformers import AutoTokenizer
-
     name = str(getattr(model.config, "_name_or_path", "") or "")
     try:
         return AutoTokenizer.from_pretrained(name)

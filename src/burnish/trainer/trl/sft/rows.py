@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import pack
@@ -30,11 +30,8 @@ from burnish.trainer.trl.prepared import (
     prepare_dataset,
     refuse_transform,
 )
+from burnish.trainer.trl.sft.config import SFTConfig
 from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
-
-if TYPE_CHECKING:
-    from burnish.trainer.trl.sft.config import SFTConfig
-
 
 _ROWS = ("input_ids", "labels")
 _MASKS = ("completion_mask", "assistant_masks")
