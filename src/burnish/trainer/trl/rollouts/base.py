@@ -47,7 +47,6 @@ from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
     PromptTemplate,
     blank_prompts,
-    end_tokens,
     prompt_rows,
     room_for_prompts,
     without_repeats,
@@ -65,7 +64,7 @@ from burnish.trainer.trl.rollouts.tools import (
     check_tools,
     schemas,
 )
-from burnish.trainer.trl.sft.setup import inner_tokenizer, resolve_config, resolve_model
+from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_config, resolve_model
 
 _LONGEST = 1 << 20
 

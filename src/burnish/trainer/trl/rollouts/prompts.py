@@ -166,12 +166,6 @@ def room_for_prompts(model: Any, args: RolloutConfig) -> int | None:
     return None if context is None else context - args.max_completion_length
 
 
-def end_tokens(model: Any) -> list[int]:
-    """The ids that end a completion, as the generation config of a model has them."""
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
 class _SamplerWithoutRepeats(Sampler[int]):
     def __init__(self, sampler: Sampler[int], count: int, size: int, repeats: int) -> None:
         self.sampler, self.count, self.size, self.repeats = sampler, count, size, repeats

@@ -208,10 +208,15 @@ def set_eos(model: Any, processing_class: Any, eos_token: str) -> None:
     tokenizer.eos_token = eos_token
     eos = tokenizer.eos_token_id
     model.config.get_text_config().eos_token_id = eos
-    stops = model.generation_config.eos_token_id
-    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    stops = end_tokens(model)
     if eos not in stops:
         model.generation_config.eos_token_id = [eos, *stops]
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The ids that end a response, as the generation config of a model has them."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def set_pad(model: Any, processing_class: Any, pad_token: str | None) -> int:
