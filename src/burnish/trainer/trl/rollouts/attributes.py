@@ -15,10 +15,7 @@ from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.scripted import OverridableTrainer
-from burnish.trainer.trl.rollouts.config import LIMIT_FIELDS, UNUSED_TOKENS, RolloutConfig
-
-_SETTABLE = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Options of ``generation_config`` that are also attributes of the trainer."""
+from burnish.trainer.trl.rollouts.config import LIMIT_FIELDS, SETTABLE_FIELDS, UNUSED_TOKENS, RolloutConfig
 
 
 def _setting(name: str) -> Callable[[RolloutAttributes, Any], None]:
@@ -112,7 +109,7 @@ class RolloutAttributes(OverridableTrainer):
         changed = {
             name: now.get(name) for name in sorted(now.keys() | usual.keys()) if now.get(name) != usual.get(name)
         }
-        taken = (*_SETTABLE, *LIMIT_FIELDS)
+        taken = (*SETTABLE_FIELDS, *LIMIT_FIELDS)
         for name, value in changed.items():
             if name in UNUSED_TOKENS:
                 continue
@@ -124,7 +121,7 @@ class RolloutAttributes(OverridableTrainer):
                 raise UserError(what, remedy=remedy)
         raise_if(setting_problems(changed, "trainer.generation_config", remedy=""))
         self._limit_completions(changed)
-        for name in _SETTABLE:
+        for name in SETTABLE_FIELDS:
             if name in changed:
                 setattr(self, name, changed[name])
         self.generation_config = given

@@ -29,20 +29,24 @@ from burnish.rollouts.options import (
 from burnish.rollouts.prompts import ObjectiveChoices
 from burnish.trainer.arguments.training import for_argument_parser
 from burnish.trainer.arguments.trl import TrlArguments
+from burnish.trainer.arguments.values import plain_options
 from burnish.trainer.trl.preferences.config import Choices
 
 NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
 _NO_VLLM_EFFECT = "completions are generated in the training process."
 _NO_PADDING = "completions are not padded."
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SETTABLE_FIELDS = ("top_p", "top_k", "min_p", "repetition_penalty")
+"""Arguments of a generation that a script may change during training."""
+_SAMPLING_FIELDS = ("temperature", *SETTABLE_FIELDS)
 LIMIT_FIELDS = ("eos_token_id", "max_new_tokens")
 """Arguments of a generation that end a completion."""
 UNUSED_TOKENS = ("pad_token_id", "bos_token_id")
 """Arguments of a generation that have no effect: completions are not padded, and prompts are complete."""
 _OF_BEAMS = ("length_penalty", "early_stopping")
 """Arguments of beam search in transformers, which have no effect on sampling."""
-_NO_BEAM_SEARCH = "beam search is not used"
 _EXAMPLES = {"generation_kwargs": '{"top_k": 50}', "chat_template_kwargs": '{"enable_thinking": False}'}
+_FIELD_NAMES = {name: word for word, name in OPTION_NAMES.items()}
+"""burnish's option -> the field of a config."""
 _FIXED_GENERATION_ARGUMENTS = (("do_sample", True), ("num_beams", 1), ("use_cache", True))
 
 
@@ -165,9 +169,9 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
 
     def choices(self) -> RolloutChoices:
         """The options that the objective reads. Raises UserError with all their problems."""
-        known = specs(RolloutChoices)
+        known, plain = specs(RolloutChoices), plain_options(self)
         names = {one.name: OPTION_NAMES.get(one.name, one.name) for one in fields(self)}
-        values = {name: _plain(getattr(self, word)) for word, name in names.items() if name in known}
+        values = {name: getattr(plain, word) for word, name in names.items() if name in known}
         if values.get("steps_per_generation") and values.get("generation_batch_size") == (
             values["steps_per_generation"] * self.per_device_train_batch_size * self.world_size
         ):
@@ -196,32 +200,22 @@ class RolloutConfig(CompletionFields, ClipFields, SamplingFields, ReferenceSyncF
             raise UserError(Problem(what, remedy=remedy, option="generation_kwargs"))
         return dict(kwargs)
 
-    def _of_sampling(self) -> list[tuple[str, str]]:
-        is_usual = self.train_sampling_strategy == "random"
-        return [] if is_usual else [("train_sampling_strategy", "shuffle_dataset selects the order of prompts")]
-
     def notes(self) -> list[str]:
         """Notes on arguments that have no effect with the others."""
-        choices, field_names = self.choices(), {name: word for word, name in OPTION_NAMES.items()}
         changed = {one.name for one in fields(self) if one.init and getattr(self, one.name) != one.default}
-        reasons = ((field_names.get(name, name), why) for name, why in without_effect(choices).items())
-        of_beams = [
-            (f"generation_kwargs.{name}", _NO_BEAM_SEARCH) for name in self.generation_kwargs or () if name in _OF_BEAMS
-        ]
-        return [
-            f'"{name}" has no effect: {why}.'
-            for name, why in [*((n, w) for n, w in reasons if n in changed), *of_beams, *self._of_sampling()]
-        ]
+        reasons = ((_FIELD_NAMES.get(name, name), why) for name, why in without_effect(self.choices()).items())
+        found = [(name, why) for name, why in reasons if name in changed]
+        of_beams = [name for name in self.generation_kwargs or () if name in _OF_BEAMS]
+        found += [(f"generation_kwargs.{name}", "beam search is not used") for name in of_beams]
+        if self.train_sampling_strategy != "random":
+            found.append(("train_sampling_strategy", "shuffle_dataset selects the order of prompts"))
+        return [f'"{name}" has no effect: {why}.' for name, why in found]
 
 
 def _with_field_names(problem: Problem) -> Problem:
     """Replace burnish's option names in problems by the names of the config's fields."""
-    names = {name: word for word, name in OPTION_NAMES.items()}
-    return replace(problem, what=rename_options(problem.what, names), remedy=rename_options(problem.remedy, names))
-
-
-def _plain(value: Any) -> Any:
-    return getattr(value, "value", value)
+    what, remedy = (rename_options(text, _FIELD_NAMES) for text in (problem.what, problem.remedy))
+    return replace(problem, what=what, remedy=remedy)
 
 
 @dataclass
