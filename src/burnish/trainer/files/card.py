@@ -77,12 +77,12 @@ def _loader(model: Any) -> str:
 
 def _arguments(args: TrainingArguments) -> dict[str, Any]:
     """The arguments that differ from their defaults."""
-    values = {
-        name: getattr(args, name) for name in args.declared if name not in _OMITTED_ARGUMENTS and "hub" not in name
-    }
-    settings = {n: plain(v) for n, v in values.items() if v is not None and plain(v) != plain(args.declared[n].default)}
+    shown = [name for name in args.declared if name not in _OMITTED_ARGUMENTS and "hub" not in name]
+    values = {name: plain(getattr(args, name)) for name in shown}
     return {
-        name: value for name, value in settings.items() if isinstance(value, str | int | float | list) and value != []
+        name: value
+        for name, value in values.items()
+        if isinstance(value, str | int | float | list) and value not in ([], plain(args.declared[name].default))
     }
 
 
