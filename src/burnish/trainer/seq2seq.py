@@ -177,9 +177,8 @@ class Seq2SeqTrainer(Trainer):
 
     def _generation_settings(self) -> GenerationSettings | None:
         """Settings for generation with slots in this evaluation; None if ``model.generate`` is used."""
-        is_ours = type(self).prediction_step is Seq2SeqTrainer.prediction_step
         is_whole = self._parallel.world_size == 1 and not self._parallel.is_sharded
-        if not (is_ours and is_whole and self.args.predict_with_generate):
+        if self._overrides("prediction_step") or not is_whole or not self.args.predict_with_generate:
             return None
         return generation_settings_of(self.model, self._with_defaults(self._gen_kwargs or {}))
 

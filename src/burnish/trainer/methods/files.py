@@ -79,7 +79,7 @@ class FileMethods(OptimizerMethods):
 
     def _write_extras(self, folder: Path) -> None:
         """Write the files with which other libraries can load a checkpoint. ``Checkpoints`` writes its weights."""
-        if type(self).save_model is not FileMethods.save_model or type(self)._save is not FileMethods._save:
+        if self._overrides("save_model") or self._overrides("_save"):
             self.save_model(str(folder), _internal_call=True)
             return
         write_configs(self.accelerator.unwrap_model(self.model), folder)

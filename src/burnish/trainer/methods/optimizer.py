@@ -35,18 +35,14 @@ class OptimizerMethods(TrainerBase):
         if self.optimizer is not None:
             return self.optimizer
         model = self.model if model is None else model
-        if self.optimizer_cls_and_kwargs is None and not self._is_overridden():
+        selects = map(self._overrides, ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names"))
+        if self.optimizer_cls_and_kwargs is None and not any(selects):
             self.optimizer = create_optimizer(model.named_parameters(), model, plain_options(self.args))
             return self.optimizer
         kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
         groups = two_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
         self.optimizer = optimizer_of(kind, arguments, model, groups)
         return self.optimizer
-
-    def _is_overridden(self) -> bool:
-        """Whether a subclass selects the optimizer, or the parameters with weight decay, itself."""
-        names = ("get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
-        return any(getattr(type(self), name) is not getattr(OptimizerMethods, name) for name in names)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay: all except biases and norms."""

@@ -206,7 +206,7 @@ class SFTTrainer(TrlTrainer):
         if self._parallel.device.type == "cpu":
             return loader
         between = ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
-        if all(getattr(type(self), name) is getattr(SFTTrainer, name) for name in between):
+        if not any(map(self._overrides, between)):
             loader.collate_fn = CollateWithTargets(loader.collate_fn)
         return loader
 
