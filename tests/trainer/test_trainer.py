@@ -5,6 +5,7 @@ import importlib.util
 import json
 import warnings
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -185,6 +186,11 @@ def test_transformers_arguments_are_accepted(tmp_path):
     theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=0.3, report_to="none")
     trainer = Trainer(Regression(), theirs, train_dataset=points())
     assert (trainer.args.learning_rate, trainer.args.use_cpu) == (0.3, True)
+
+
+def test_checkpointing_of_arguments_before_transformers_5_23_is_kept(tmp_path):
+    theirs = SimpleNamespace(output_dir=str(tmp_path), use_cpu=True, gradient_checkpointing=True)
+    assert Trainer(Regression(), theirs, train_dataset=points()).args.activation_checkpointing
 
 
 def test_own_fields_and_attributes_of_transformers_arguments_are_kept(tmp_path):

@@ -96,8 +96,9 @@ def as_training_arguments(args: object, kind: type[TrainingArguments] = Training
     if isinstance(args, kind):
         return args
     values = {name: value for name, value in fields_of(args, kind).items() if name in kind.__dataclass_fields__}
-    if not isinstance(args, TrainingArguments):
-        values["gradient_checkpointing"] = values["gradient_checkpointing_kwargs"] = None
+    if not isinstance(args, TrainingArguments):  # the earlier name, a copy, is the only one before transformers 5.23
+        for name in ("checkpointing", "checkpointing_kwargs"):
+            values.setdefault(f"activation_{name}", values.pop(f"gradient_{name}", None))
     return with_own_values(kind(**values), args)
 
 
