@@ -95,7 +95,7 @@ def as_training_arguments(args: object, kind: type[TrainingArguments] = Training
         return kind(output_dir="tmp_trainer")
     if isinstance(args, kind):
         return args
-    values = {name: value for name, value in fields_of(args, kind).items() if name in kind.__dataclass_fields__}
+    values = fields_of(args, kind)
     if not isinstance(args, TrainingArguments):  # the earlier name, a copy, is the only one before transformers 5.23
         for name in ("checkpointing", "checkpointing_kwargs"):
             values.setdefault(f"activation_{name}", values.pop(f"gradient_{name}", None))
@@ -111,14 +111,15 @@ def with_own_values(args: Config, given: object) -> Config:
 
 
 def fields_of(args: object, kind: type[TrainingArguments]) -> dict[str, Any]:
-    """The values of an object with the fields of ``kind``, such as transformers' or TRL's own.
+    """The values of those fields of ``kind`` that an object has, such as transformers' or TRL's own arguments.
 
     Raises:
         TypeError: if it is something else.
     """
     if not hasattr(args, "output_dir") or isinstance(args, type):
         raise TypeError(f"`args` must be an instance of {kind.__name__}. Received: {value_and_type(args)}.")
-    return vars(args)
+    known = kind.__dataclass_fields__
+    return {name: value for name, value in vars(args).items() if name in known and known[name].init}
 
 
 def value_and_type(value: object) -> str:

@@ -48,9 +48,7 @@ def resolve_config(kind: type[Config], args: Any, model: Any) -> Config:
     if args is None:
         name = model if isinstance(model, str) else model_id(model)
         return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
-    known = kind.__dataclass_fields__
-    values = {name: value for name, value in fields_of(args, kind).items() if name in known and known[name].init}
-    return with_own_values(kind(**values), args)
+    return with_own_values(kind(**fields_of(args, kind)), args)
 
 
 def check_model(model: Any, argument: str = "model") -> None:
