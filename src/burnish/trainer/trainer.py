@@ -7,6 +7,7 @@ the work.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from burnish.trainer.files.transformers_checkpoints import is_foreign, load_fore
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.copied import CopiedMethods
 from burnish.trainer.methods.evaluation import EvaluationMethods
-from burnish.trainer.methods.files import FileMethods, TrainerModel, keep_only
+from burnish.trainer.methods.files import FileMethods, TrainerModel
 from burnish.trainer.methods.loss import (
     call_accepting,
     call_training_step,
@@ -147,7 +148,9 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
         logger.info("\n\nTraining completed.\n\n")
         best = self.state.best_model_checkpoint
         if self.args.save_total_limit == 1 and best is not None and self.args.should_save:
-            keep_only(loop.checkpoints, Path(best).name)
+            for path in loop.checkpoints.all():
+                if path.name != Path(best).name:
+                    shutil.rmtree(path)
         self._hub.wait()
         return output
 

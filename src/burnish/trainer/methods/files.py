@@ -9,7 +9,6 @@ A checkpoint is the loop's (``checkpoint/checkpoint.py``): always complete, and 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from transformers.trainer_pt_utils import metrics_format
 from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
-from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.secrets import without_secrets
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
@@ -217,10 +215,3 @@ def write_configs(model: Any, folder: Path) -> None:
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(str(folder))
-
-
-def keep_only(checkpoints: Checkpoints, name: str) -> None:
-    """Remove all checkpoints except the one of that name."""
-    for path in checkpoints.all():
-        if path.name != name:
-            shutil.rmtree(path)
