@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -179,7 +179,11 @@ class LossMethods(TrainerBase):
         """Move the batch to the device. Override it to change the inputs of the model. Items are counted before it, as
         in transformers."""
         inputs = self._prepare_input(inputs)
-        refuse_empty(inputs, self._signature_columns)
+        if isinstance(inputs, Sized) and len(inputs) == 0:
+            raise ValueError(
+                "The batch is empty. Check that the training dataset contains columns that the model accepts: "
+                f"{', '.join(self._signature_columns or [])}."
+            )
         return inputs
 
     def _num_items(self, inputs: Batch) -> Tensor:
@@ -255,14 +259,6 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
             f"For reference, the inputs it received are {','.join(inputs)}."
         )
     return outputs["loss"]
-
-
-def refuse_empty(inputs: Any, columns: Sequence[str] | None) -> None:
-    if isinstance(inputs, Sized) and len(inputs) == 0:
-        raise ValueError(
-            "The batch is empty. Check that the training dataset contains columns that the model accepts: "
-            f"{', '.join(columns or [])}."
-        )
 
 
 @contextmanager

@@ -57,14 +57,10 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
         image_processor if image_processor is not None else load_image_processor(ModelOptions(model_name_or_path=name))
     )
     file = Path(name) / "processor_config.json"
-    settings = dict(read_object(file)) if file.is_file() else _settings_of(processing_class)
+    in_memory = {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
+    settings = dict(read_object(file)) if file.is_file() else in_memory
     videos = video_settings_in(Path(name), settings)
     return family_of(Checkpoint(config, processor, tokenizer, settings, video_settings=videos))
-
-
-def _settings_of(processing_class: Any) -> dict[str, Any]:
-    """The settings of a composed processor that were given to it in memory."""
-    return {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
 
 
 def has_images(sample: Mapping[str, Any]) -> bool:
