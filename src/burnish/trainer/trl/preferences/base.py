@@ -163,15 +163,14 @@ class PreferenceTrainer(OverridableTrainer):
             self._pad = requested
         template = template_of(args, self._tokenizer, self.kind, self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
+        if not self._skip_prepare_dataset:
+            train_dataset = self._prepare_dataset(train_dataset, processing_class, args, "train")
         super().__init__(
             model=model, args=args,
             data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad),
-            train_dataset=train_dataset
-            if self._skip_prepare_dataset
-            else self._prepare_dataset(train_dataset, processing_class, args, "train"),
-            eval_dataset=self._prepared_evals(eval_dataset, processing_class, args), processing_class=processing_class,
-            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            train_dataset=train_dataset, eval_dataset=self._prepared_evals(eval_dataset, processing_class, args),
+            processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
+            optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self._second_model = self._second(ref_model, args)

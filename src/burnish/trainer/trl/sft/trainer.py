@@ -325,9 +325,9 @@ class SFTTrainer(TrlTrainer):
 
     def _prepare_passed(self, dataset: Any) -> Any:
         self._refuse_masks_without_labels({"eval": dataset}, self.data_collator)
-        return (
-            dataset if self._skip_prepare_dataset else self._prepared_evals(dataset, self.processing_class, self.args)
-        )
+        if self._skip_prepare_dataset:
+            return dataset
+        return self._prepared_evals(dataset, self.processing_class, self.args)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
