@@ -163,15 +163,15 @@ class Seq2SeqTrainer(Trainer):
     def _read_ahead(self, dataloader: Any, only_loss: bool) -> Iterable[Any]:
         """Yield the batches of an evaluation. If slots support it, several batches are generated at once
         (``generation.py``)."""
-        batches, how = iter(dataloader), None if only_loss else self._generation_settings()
-        while how is not None and (some := list(islice(batches, _PREFETCHED_BATCHES))):
+        batches, settings = iter(dataloader), None if only_loss else self._generation_settings()
+        while settings is not None and (some := list(islice(batches, _PREFETCHED_BATCHES))):
             ids = generate_with_slots(
-                self.model, [self._prepare_inputs(one) for one in some], how, self.args.eval_batch_size
+                self.model, [self._prepare_inputs(one) for one in some], settings, self.args.eval_batch_size
             )
             if ids is None:
-                how = None
+                settings = None
             else:
-                self._written |= {id(one): made for one, made in zip(some, ids, strict=True)}
+                self._written |= {id(one): own_ids for one, own_ids in zip(some, ids, strict=True)}
             yield from some
         yield from batches
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,7 @@ class GenerationSettings:
     longest: int | None
     max_length: int | None
     min_new_tokens: int
-    stops: tuple[int, ...]
+    stops: frozenset[int]
     padding: int
 
 
@@ -67,15 +68,16 @@ def generation_settings_of(model: Any, kwargs: Mapping[str, Any]) -> GenerationS
     stops = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     # Without a stop, no response ends early, and the padding is not used.
     padding = next(iter(stops), 0) if config.pad_token_id is None else config.pad_token_id
-    return GenerationSettings(config.max_new_tokens, config.max_length, config.min_new_tokens or 0, stops, padding)
+    least = config.min_new_tokens or 0
+    return GenerationSettings(config.max_new_tokens, config.max_length, least, frozenset(stops), padding)
 
 
 def generate_with_slots(
-    model: Any, batches: Sequence[Mapping[str, Any]], how: GenerationSettings, slots: int
+    model: Any, batches: Sequence[Mapping[str, Any]], settings: GenerationSettings, slots: int
 ) -> list[Tensor] | None:
     """Per batch (B, T + N) ids: the padded prompts and their responses. None if slots do not support the model or
     batches."""
-    by_batch = [_requests_of_batch(batch, how) for batch in batches]
+    by_batch = [_requests_of_batch(batch, settings) for batch in batches]
     if any(one is None for one in by_batch):
         return None
     flat = [request for one in by_batch for request in one or ()]
@@ -85,24 +87,25 @@ def generate_with_slots(
         return None
     with packed_weights(model):
         answers = iter(generate_all(loop, flat))
-    return [_padded_outputs(batch["input_ids"], [next(answers) for _ in batch["input_ids"]], how) for batch in batches]
+    prompts = [batch["input_ids"] for batch in batches]
+    return [_padded_outputs(ids, list(islice(answers, len(ids))), settings.padding) for ids in prompts]
 
 
-def _requests_of_batch(batch: Mapping[str, Any], how: GenerationSettings) -> list[GenerationRequest] | None:
+def _requests_of_batch(batch: Mapping[str, Any], settings: GenerationSettings) -> list[GenerationRequest] | None:
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if set(batch) - _INPUTS or not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
         return None
-    limit = how.longest if how.longest is not None else (how.max_length or 0) - ids.shape[1]
+    limit = settings.longest if settings.longest is not None else (settings.max_length or 0) - ids.shape[1]
     is_left = bool((mask[:, 1:] >= mask[:, :-1]).all()) and bool(mask[:, -1:].all())
     if limit < 1 or not ids.numel() or not is_left:
         return None
     prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
-    stops = frozenset(how.stops)
-    return [GenerationRequest(prompt, limit, stop_ids=stops, min_new_tokens=how.min_new_tokens) for prompt in prompts]
+    stops, least = settings.stops, settings.min_new_tokens
+    return [GenerationRequest(prompt, limit, stop_ids=stops, min_new_tokens=least) for prompt in prompts]
 
 
-def _padded_outputs(prompts: Tensor, answers: Sequence[Finished], how: GenerationSettings) -> Tensor:
+def _padded_outputs(prompts: Tensor, answers: Sequence[Finished], padding: int) -> Tensor:
     rows = [[*answer.ids, *([] if answer.stop is None else [answer.stop])] for answer in answers]
     longest = max(map(len, rows))
-    new = torch.tensor([[*row, *[how.padding] * (longest - len(row))] for row in rows], dtype=prompts.dtype)
+    new = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], dtype=prompts.dtype)
     return torch.cat([prompts, new.to(prompts.device)], 1)
