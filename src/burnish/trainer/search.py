@@ -30,7 +30,7 @@ class Search:
     compute_objective: Callable[[dict[str, float]], Any]
     objective: Any = None  # of the current trial
 
-    def take_values(self, trial: Any, args: TrainingArguments) -> None:
+    def apply_values(self, trial: Any, args: TrainingArguments) -> None:
         """Set the arguments to the values of ``trial``, converted to their previous types."""
         for name, value in self.space(trial).items():
             if not hasattr(args, name):

@@ -279,7 +279,7 @@ class Trainer(EvaluationMethods, FileMethods, CopiedMethods):
         """Set the arguments to the values of this trial."""
         self._trial = trial
         if self._search is not None and trial is not None:
-            self._search.take_values(trial, self.args)
+            self._search.apply_values(trial, self.args)
 
     def _name_trial(self, state: TrainerState) -> None:
         state.is_hyper_param_search = self._trial is not None

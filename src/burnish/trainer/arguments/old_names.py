@@ -29,7 +29,7 @@ RENAMED = {
 WITHOUT_EFFECT = {**REMOVED_OPTIONS, "push_to_hub_organization": "set the organization in hub_model_id."}
 """Earlier name -> the reason why it has no effect."""
 
-FLAGS = {today: [f"--{old}" for old in RENAMED if RENAMED[old] == today] for today in RENAMED.values()}
+FLAGS = {current: [f"--{old}" for old in RENAMED if RENAMED[old] == current] for current in RENAMED.values()}
 """Current name -> the command-line flags of earlier versions with the same meaning."""
 
 
@@ -59,9 +59,9 @@ def current_names(kwargs: Arguments) -> Arguments:
         elif name == "warmup_ratio" and (value := arguments.pop(name)):
             _warn(f"`{name}` is deprecated. Use {_warmup_ratio(value, arguments)} instead.")
         elif name in _MEANING and (value := arguments.pop(name)):
-            today, value_of, how = _MEANING[name]
-            arguments[today] = value_of(value, arguments.get(today))
-            _warn(f"`{name}` is deprecated. Use {how} instead.")
+            current, value_of, notation = _MEANING[name]
+            arguments[current] = value_of(value, arguments.get(current))
+            _warn(f"`{name}` is deprecated. Use {notation} instead.")
     return arguments
 
 

@@ -118,7 +118,7 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
             self.disable_tqdm = logger.getEffectiveLevel() > logging.WARNING
         if isinstance(self.include_num_input_tokens_seen, bool):
             self.include_num_input_tokens_seen = "all" if self.include_num_input_tokens_seen else "no"
-        self._take_enums()
+        self._convert_to_enums()
         self._derive()
         check_arguments(self)
         self.mixed_precision = mixed_precision(self)
@@ -158,7 +158,7 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
         if self.activation_checkpointing is None:
             self.activation_checkpointing = self.gradient_checkpointing = False
 
-    def _take_enums(self) -> None:
+    def _convert_to_enums(self) -> None:
         """Convert strings to transformers' enumerations, which are strings as well."""
         self.eval_strategy = IntervalStrategy(self.eval_strategy)
         self.logging_strategy = IntervalStrategy(self.logging_strategy)
@@ -314,7 +314,7 @@ _MAY_BE_JSON = (
 )  # fmt: skip
 
 
-_MAY_STAND_ALONE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")
+_FLAGS_WITHOUT_VALUE = ("activation_checkpointing", "gradient_checkpointing", "fsdp")
 """Flags that mean true without a value, although their fields are not plain booleans."""
 
 
@@ -330,7 +330,7 @@ def for_argument_parser(cls: Any) -> None:
         declared[name] = spec
         own, choices = copy.copy(field), spec.raw_choices
         rest: dict[str, Any] = {"choices": list(choices)} if choices and not callable(choices) else {}
-        if name in _MAY_STAND_ALONE and field.type != "bool":
+        if name in _FLAGS_WITHOUT_VALUE and field.type != "bool":
             rest |= {"nargs": "?", "const": True}
         if name in FLAGS:
             rest["aliases"] = FLAGS[name]

@@ -30,7 +30,7 @@ from burnish.trainer.data.in_step import CONTAINERS, map_items
 
 @dataclass
 class StepInProgress:
-    """Numbers of the current step and micro-batch, to which methods that a script may override get no other access.
+    """Numbers of the current step and micro-batch that are not arguments of the methods that a script may override.
 
     Args:
         num_items: () over all micro-batches and processes of the step; None outside of ``training_step``.

@@ -140,7 +140,7 @@ class InPaddedBatch:
 def collate_by_script(
     text: Callable[[Sequence[Row]], Batch], placeholders: frozenset[int], rows: Sequence[Row]
 ) -> Batch:
-    """Collate sequences of a padded batch that a script's collator made of records with images.
+    """Collate sequences of a padded batch that a script's collator has created from records with images.
 
     Args:
         text: collates them if the batch has no tensors of images.
@@ -168,16 +168,16 @@ def _collate_padded_images(rows: Sequence[Row]) -> Batch:
     places: list[InPaddedBatch] = [row["images"] for row in rows]
     batch, prefix = places[0].batch, places[0].prefix
     numbers = [place.numbers[at % len(place.numbers)] for at, place in enumerate(places)]
-    made: Batch = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name[:3] != "KL_"}
-    made |= {name.removeprefix(prefix): batch[name] for name in batch if prefix and name.startswith(prefix)}
-    made = {name: value for name, value in made.items() if name not in _NOT_INPUTS}
-    ids, mask = made["input_ids"], made.get("attention_mask")
+    inputs: Batch = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name[:3] != "KL_"}
+    inputs |= {name.removeprefix(prefix): batch[name] for name in batch if prefix and name.startswith(prefix)}
+    inputs = {name: value for name, value in inputs.items() if name not in _NOT_INPUTS}
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     for name in rows[0].keys() - {"input_ids", "images"}:
-        made[name] = torch.full_like(ids, IGNORE_INDEX if name == "labels" else 0)
+        inputs[name] = torch.full_like(ids, IGNORE_INDEX if name == "labels" else 0)
         for row, number in zip(rows, numbers, strict=True):
             real = slice(None) if mask is None else mask[number].bool()
-            made[name][number, real] = torch.as_tensor(row[name], device=ids.device)
-    return made
+            inputs[name][number, real] = torch.as_tensor(row[name], device=ids.device)
+    return inputs
 
 
 def _images(batch: Mapping[str, Any], name: str, *places: Any) -> dict[str, InPaddedBatch]:

@@ -92,8 +92,8 @@ class PreferenceConfig(TrlArguments):
             UserError: with all problems.
         """
         known = {word for spec in specs(Choices).values() for word in (spec.name, *spec.aliases)} - {*_IGNORED_FIELDS}
-        today = {name: self.option_of_field.get(name, name) for name in self.__dataclass_fields__}
-        values = {name: self._option_value(word) for word, name in today.items() if name in known}
+        options = {name: self.option_of_field.get(name, name) for name in self.__dataclass_fields__}
+        values = {name: self._option_value(word) for word, name in options.items() if name in known}
         built, problems = build(Choices, {name: RawValue(value) for name, value in values.items()})
         raise_if(self.with_own_names([*problems, *self._contradictions(built)]))
         return built

@@ -80,8 +80,8 @@ def _pair_columns(row: Row) -> dict[str, Any]:
 
 def _unpaired_columns(row: Row) -> dict[str, Any]:
     begin, ids, other = _begin(row["labels"]), row["input_ids"], row.get("kl_input_ids", ())
-    beside = other[_begin(row["kl_labels"]) :] if other else []
-    known = {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: beside}
+    mismatched = other[_begin(row["kl_labels"]) :] if other else []
+    known = {"prompt_ids": ids[:begin], "completion_ids": ids[begin:], "label": row["tag"], KL_IDS: mismatched}
     return known | _images(row)
 
 

@@ -117,9 +117,9 @@ class Scripted(PaddedObjective):
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
         read = _RecordedBatches(batches, self.collate, parallel)
         for ready in self.objective.iter_eval(self.over(module), read, parallel):
-            made = ScriptedBatch(read.padded.popleft(), ready)
-            self._prepared = [*self._prepared[-1:], made]  # a reader may be one batch ahead
-            yield made
+            scripted = ScriptedBatch(read.padded.popleft(), ready)
+            self._prepared = [*self._prepared[-1:], scripted]  # a reader may be one batch ahead
+            yield scripted
 
     def ready(self, module: nn.Module, batch: Batch) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed the
@@ -127,9 +127,9 @@ class Scripted(PaddedObjective):
         for prepared in self._prepared:
             if prepared.is_unchanged_in(batch):
                 return prepared.ready
-        made_of_batch = self.parallel.to_device(self.collate(batch))
-        (made,) = self.objective.prepare_step(self.over(module), [made_of_batch], self.parallel)
-        return made  # type: ignore[no-any-return]
+        collated = self.parallel.to_device(self.collate(batch))
+        (ready,) = self.objective.prepare_step(self.over(module), [collated], self.parallel)
+        return ready  # type: ignore[no-any-return]
 
     def num_items(self, batch: Batch) -> Tensor:
         num_items: Tensor = self.objective.num_items(

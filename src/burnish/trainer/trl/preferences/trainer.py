@@ -160,11 +160,11 @@ class RewardTrainer(PreferenceTrainer):
         super().__init__(model, None, args, *rest, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        for name in ("{side}_input_ids", "input_ids_{side}"):
-            old = {name.format(side=side): f"{side}_ids" for side in ("chosen", "rejected")}
+        for pattern in ("{side}_input_ids", "input_ids_{side}"):
+            old = {pattern.format(side=side): f"{side}_ids" for side in ("chosen", "rejected")}
             if not old.keys() <= {*column_names(dataset)}:
                 continue
-            renamed = ", ".join(f"`{word}` to `{today}`" for word, today in old.items())
+            renamed = ", ".join(f"`{word}` to `{name}`" for word, name in old.items())
             notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning)
             dataset = dataset.rename_columns(old)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)

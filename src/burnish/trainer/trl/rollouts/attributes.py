@@ -96,7 +96,7 @@ class RolloutAttributes(OverridableTrainer):
         if (longest := limits.get("max_new_tokens")) is not None:
             self.objective.max_new_tokens = int(longest)
 
-    def _take_generation_config(self) -> None:
+    def _apply_generation_config(self) -> None:
         """Apply a script's changes of ``generation_config``.
 
         Raises:

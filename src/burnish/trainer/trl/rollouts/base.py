@@ -137,7 +137,7 @@ class RolloutTrainer(RewardMethods):
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions()
         self.objective.compute_rewards = self._compute_rewards
-        self.objective.before_generation = self._take_generation_config
+        self.objective.before_generation = self._apply_generation_config
         self._limit_completions(cast("dict[str, Any]", args.generation_kwargs or {}))
         of_environments = {"environments"} if self.environments is not None else set()
         is_known = rollout_func is None and calls_rewards  # both may pass other columns
@@ -221,7 +221,7 @@ class RolloutTrainer(RewardMethods):
         return ScriptedRollouts(self.objective, self._over, self._pad, self._parallel, own, generate)
 
     def _generate_by_script(self, inputs: list[dict[str, Any]]) -> Mapping[str, Any]:
-        with self.autocast_smart_context_manager():  # of accelerate's model, which scripts of TRL call
+        with self.autocast_smart_context_manager():  # as in accelerate's wrapper, which scripts of TRL call
             output: Any = self._generate_and_score_completions(inputs)
         if not isinstance(output, Mapping):
             what = f"_generate_and_score_completions must return a dict of tensors. Received: {type(output).__name__}."
@@ -260,7 +260,7 @@ class RolloutTrainer(RewardMethods):
 
         Args:
             batch_size: rows of one forward pass; None: all.
-            images: keys of images, which these trainers do not take: None each.
+            images: arguments for images, which these trainers do not support; None each.
         """
         size = batch_size or len(input_ids)
         rules = LogpRules(

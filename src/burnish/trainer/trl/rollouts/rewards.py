@@ -66,14 +66,15 @@ def _tokenizer_by_name(function: Any, tokenizer: Any) -> tuple[str, Any] | None:
 def _with_tokenizers(functions: Any, tokenizers: Any) -> list[tuple[Any, Any]]:
     """Return each reward function with its tokenizer or None. The arguments are those of ``reward_list``."""
     listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    beside = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    beside = [None] * len(listed) if tokenizers is None else beside
-    if len(beside) != len(listed):
+    if tokenizers is None:
+        tokenizers = [None] * len(listed)
+    tokenizers = tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers]
+    if len(tokenizers) != len(listed):
         raise ValueError(
-            f"The number of reward processing classes ({len(beside)}) must match the number of reward functions "
+            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
             f"({len(listed)})."
         )
-    return list(zip(listed, beside, strict=True))
+    return list(zip(listed, tokenizers, strict=True))
 
 
 def _is_model(function: Any) -> bool:

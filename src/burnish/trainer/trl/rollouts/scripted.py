@@ -68,7 +68,7 @@ def padded_batch(samples: Sequence[ScoredCompletion], pad: int, sums_old_logps: 
     """TRL's batch of completions.
 
     Args:
-        samples: of a micro-batch; of none a single row of padding is made.
+        samples: the completions of a micro-batch. Without any, the batch has a single row of padding.
         pad: id of the padding token.
         sums_old_logps: whether ``old_logps`` (S,) is a sum over each completion, as for RLOO.
 
@@ -118,11 +118,11 @@ def samples_of(batch: Mapping[str, Any], sizes: Sequence[int] | None) -> list[Sc
         }
         prompt = batch["prompt_ids"][at][batch["prompt_mask"][at] != 0].tolist()
         ids, counted = batch["completion_ids"][at, :size].tolist(), mask[at, :size].int().tolist()
-        if "old_logps" in batch:  # of RLOO: a sum, of which the loss sees nothing but the sum
+        if "old_logps" in batch:  # RLOO: a sum over the completion, and the loss only depends on it
             share = float(batch["old_logps"][at]) / max(sum(counted), 1)
             numbers["old_logps"] = [share * value for value in counted]
         given = batch["advantages"][at]
-        if given.ndim:  # one of each token
+        if given.ndim:  # one per token
             numbers["token_advantages"] = given[:size].tolist()
         advantage = float(given[:size].mean() if given.ndim else given)
         samples.append(ScoredCompletion(0, 0, "", prompt, ids, counted, True, advantage=advantage, **numbers))
@@ -151,7 +151,7 @@ class ScriptedRollouts(PaddedObjective):
         self.pad, self.token_values, self.generate = pad, token_values, generate
         self._request: _GenerationRequest | None = None
         objective.keeps_old_logps = objective.leaves_one_out
-        self._prepared: list[RolloutBatch] = []  # of the step's micro-batches, those whose loss was not computed yet
+        self._prepared: list[RolloutBatch] = []  # micro-batches of the step whose loss was not computed yet
 
     # --- as without an override ---
 
@@ -226,7 +226,7 @@ class ScriptedRollouts(PaddedObjective):
         return dict(self.parallel.to_device(values))
 
     def _step_batch(self, source: StepBatch, values: Mapping[str, Any], parts: Sequence[Sequence[int]]) -> StepBatch:
-        """A step batch of completions of a script's batch. Args: parts: their places, of each micro-batch."""
+        """A step batch of completions of a script's batch. Args: parts: their indices, for each micro-batch."""
         of_parts = [{name: select_completions(value, part) for name, value in values.items()} for part in parts]
         found = step_batch_of(source, [samples_of(each, None) for each in of_parts], None, {})
         for batch, each in zip(found.batches, of_parts, strict=True):
@@ -238,7 +238,7 @@ class ScriptedRollouts(PaddedObjective):
     def prepare_step(self, module: nn.Module, batches: Sequence[Batch], parallel: Parallel) -> Sequence[Batch]:
         prepared = self.objective.prepare_step(self.over(module), batches, parallel)
         items = parallel.sum(torch.stack([self.objective.num_items(batch) for batch in prepared]).sum())
-        # Of a generation, as in TRL, where a loss divides it by the number of steps that it is trained on.
+        # The items of the whole generation, as in TRL, whose loss divides them by the number of steps per generation.
         items = items * self.objective.steps_per_pass
         found = [self._padded(batch, ready, items) for batch, ready in zip(batches, prepared, strict=True)]
         self._prepared = [*found]
@@ -348,7 +348,7 @@ def num_rows(values: Mapping[str, Any]) -> int:
 
 
 def select_completions(value: Any, places: Sequence[int]) -> Any:
-    """The values of the completions at some places; a scalar is that of all."""
+    """The values of the completions with these indices; a scalar belongs to all of them."""
     if isinstance(value, Tensor):
         return value[list(places)] if value.ndim else value
     return [value[at] for at in places] if isinstance(value, list) else value

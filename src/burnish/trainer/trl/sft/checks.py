@@ -34,11 +34,11 @@ def with_old_arguments(
         raise unexpected_argument(unknown[0], kind, SFTConfig)
     if not old:
         return args, processing_class
-    today = {name: f"use SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
-    today |= {"tokenizer": "use processing_class="} if "tokenizer" in old else {}
-    today |= {name: "has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
+    advice = {name: f"use SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
+    advice |= {"tokenizer": "use processing_class="} if "tokenizer" in old else {}
+    advice |= {name: "has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
     notes.warn(
-        "Deprecated arguments of SFTTrainer: " + ", ".join(f"`{a}` ({b})" for a, b in today.items()) + ".",
+        "Deprecated arguments of SFTTrainer: " + ", ".join(f"`{a}` ({b})" for a, b in advice.items()) + ".",
         FutureWarning,
     )
     args = copy.copy(args)

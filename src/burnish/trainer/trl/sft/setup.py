@@ -116,8 +116,8 @@ def load_named_model(
     if scores:
         return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **kwargs})
     architecture = (_config_of(name, kwargs).architectures or [""])[0]
-    made_by: Any = getattr(transformers, architecture, AutoModelForCausalLM)
-    return made_by.from_pretrained(name, **kwargs)
+    kind: Any = getattr(transformers, architecture, AutoModelForCausalLM)
+    return kind.from_pretrained(name, **kwargs)
 
 
 def vocabulary_size(model: Any, args: TrlArguments, argument: str = "model") -> int:
