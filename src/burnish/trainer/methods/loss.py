@@ -187,9 +187,15 @@ class LossMethods(TrainerBase):
         return inputs
 
     def _num_items(self, inputs: Batch) -> Tensor:
-        """() number of items of a micro-batch."""
-        shifts_labels, averages_rows = inspection.loss_shifts_labels(self.model), inspection.averages_rows(self.model)
-        return num_items_of(inputs, shifts_labels, self._parallel.device, averages_rows)
+        """() number of items of a micro-batch: its labels, or its rows if it has none or the loss averages rows."""
+        tensors = tensors_by_name(inputs)
+        labels = tensors.get("shift_labels", tensors.get("labels"))
+        if not isinstance(labels, Tensor) or inspection.averages_rows(self.model):
+            rows = find_batch_size(inputs)
+            return torch.tensor(float(1 if rows is None else rows), device=self._parallel.device)
+        if "shift_labels" not in inputs and inspection.loss_shifts_labels(self.model):
+            labels = labels[..., 1:]  # the first label has no loss
+        return labels.ne(IGNORE_INDEX).sum().float().to(self._parallel.device)
 
     def _sums_of(self, batch: Batch) -> dict[str, Metric]:
         """Metrics of a micro-batch that do not depend on a script's loss, as in ``Loss.sums``."""
@@ -220,25 +226,6 @@ def weight_by_zero(loss: Loss) -> Loss:
         for name, each in loss.sums.items()
     }
     return Loss(loss.total * 0, sums)
-
-
-def num_items_of(inputs: Batch, shifts_labels: bool, device: torch.device, averages_rows: bool = False) -> Tensor:
-    """() number of items of a micro-batch: its labels, or its rows if it has none.
-
-    Args:
-        inputs: the micro-batch.
-        shifts_labels: whether the first label of a row has no loss.
-        device: device of the result.
-        averages_rows: whether the loss is a mean over rows rather than labels.
-    """
-    tensors = tensors_by_name(inputs)
-    labels = tensors.get("shift_labels", tensors.get("labels"))
-    if not isinstance(labels, Tensor) or averages_rows:
-        rows = find_batch_size(inputs)
-        return torch.tensor(float(1 if rows is None else rows), device=device)
-    if shifts_labels and "shift_labels" not in inputs:
-        labels = labels[..., 1:]
-    return labels.ne(IGNORE_INDEX).sum().float().to(device)
 
 
 def without_gradient(value: Tensor, device: torch.device) -> Tensor:
