@@ -111,10 +111,10 @@ def warn_about_unused_arguments(args: Fields) -> None:
             notes.warn(f"`{name}` has no effect: {reason}", UserWarning)
     for note in parallel_notes(cast(Any, args)):
         notes.warn(note, UserWarning)
-    defaults = AcceleratorConfig().to_dict() | {"gradient_accumulation_kwargs": None}
-    settings = cast(AcceleratorConfig, args.accelerator_config).to_dict() | {"gradient_accumulation_kwargs": None}
+    settings = cast(AcceleratorConfig, args.accelerator_config).to_dict()
     # transformers removes use_configured_state from a configuration that it has processed.
-    idle = [name for name in defaults if settings.get(name, defaults[name]) != defaults[name]]
+    changed = [name for name, value in AcceleratorConfig().to_dict().items() if settings.get(name, value) != value]
+    idle = [name for name in changed if name != "gradient_accumulation_kwargs"]
     if idle:
         notes.warn(
             f"`accelerator_config`: {', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect; burnish "

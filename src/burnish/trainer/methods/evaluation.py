@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size, nested_detach
@@ -242,11 +241,9 @@ class EvaluationResults:
         if num_items > 0:
             metrics[f"{prefix}_loss"] = loss / num_items
         elif self.losses.get_arrays() is not None:
-            metrics[f"{prefix}_loss"] = float(np.nan)
-        metrics = {name: metrics[name] for name in sorted(metrics, key=lambda name: not name.startswith(f"{prefix}_"))}
-        named_metrics = {
-            name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()
-        }
+            metrics[f"{prefix}_loss"] = math.nan
+        named_metrics = {name: v for name, v in metrics.items() if name.startswith(f"{prefix}_")}
+        named_metrics |= {f"{prefix}_{name}": v for name, v in metrics.items() if name not in named_metrics}
         dataset = getattr(dataloader, "dataset", None)
         num_rows = self.parallel.sum(torch.tensor(self.num_rows, device=self.parallel.device))
         return EvalLoopOutput(
