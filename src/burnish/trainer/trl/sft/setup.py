@@ -90,12 +90,10 @@ def resolve_model(
     if processing_class is None:
         processing_class = load_processing_class(model, args)
     inner_tokenizer(processing_class)  # raises for other types
-    share_chat_template(processing_class)
     if args.eos_token is not None:
         set_eos(model, processing_class, args.eos_token)
-    if args.chat_template_path is None:
-        return model, processing_class, []
-    added = load_chat_template(model, processing_class, args.chat_template_path)
+    path = args.chat_template_path
+    added = [] if path is None else load_chat_template(model, processing_class, path)
     share_chat_template(processing_class)
     return model, processing_class, added
 
