@@ -50,6 +50,9 @@ class RolloutAttributes(OverridableTrainer):
 
     beta = argument(RolloutConfig, lambda args: args.beta, _set_beta)
     chat_template_kwargs = argument(RolloutConfig, lambda args: args.chat_template_kwargs or {})
+    epsilon_high = argument(
+        RolloutConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
+    )
     epsilon_low = argument(RolloutConfig, lambda args: args.epsilon)
     generation_kwargs = argument(RolloutConfig, lambda args: args.generation_kwargs or {})
     log_completions = argument(RolloutConfig, lambda args: args.log_completions)

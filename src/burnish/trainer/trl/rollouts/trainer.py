@@ -21,7 +21,6 @@ class GRPOTrainer(RolloutTrainer):
     objective_class = RolloutObjective
     _uncalled = RolloutTrainer._uncalled | {"get_high_entropy_mask"}
     tag = "grpo"
-    epsilon_high = argument(GRPOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     importance_sampling_level = argument(GRPOConfig, lambda args: args.importance_sampling_level)
     loss_type = argument(GRPOConfig, lambda args: args.loss_type)
     off_policy_mask_threshold = argument(GRPOConfig, lambda args: args.off_policy_mask_threshold)
@@ -69,6 +68,5 @@ class RLOOTrainer(RolloutTrainer):
     objective_class = LeaveOneOutObjective
     tag = "rloo"
 
-    epsilon_high = argument(RLOOConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
     normalize_advantages = argument(RLOOConfig, lambda args: args.normalize_advantages)
     reward_clip_range = argument(RLOOConfig, lambda args: args.reward_clip_range)
