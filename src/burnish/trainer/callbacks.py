@@ -16,7 +16,6 @@ from transformers.utils import is_in_notebook, logging
 from burnish.loop import events
 from burnish.loop.events import EVENTS, CallbackHandler
 from burnish.loop.state import TrainerControl
-from burnish.report.trackers import tracker_callbacks
 from burnish.trainer.arguments.training import TrainingArguments
 
 logger = logging.get_logger("transformers.trainer_callback")  # so that a script can set its log level
@@ -118,11 +117,6 @@ for _name in ARGUMENTS:
     setattr(TrainerCallbackHandler, _name, _argument(_name))
 for _name in EVENTS:
     setattr(TrainerCallbackHandler, _name, _event(_name))
-
-
-def default_callbacks(args: TrainingArguments) -> list[Any]:
-    """The callbacks of every Trainer before the user's own: logging, evaluation and saving flow, and trackers."""
-    return [DefaultFlowCallback(), *tracker_callbacks(args.report_to, args.logging_dir)]
 
 
 def display_callback(args: TrainingArguments) -> Any:

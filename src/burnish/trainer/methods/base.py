@@ -19,12 +19,13 @@ from burnish.loop.types import Metric
 from burnish.parallel.accelerate import share_with_accelerate
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
+from burnish.report.trackers import tracker_callbacks
 from burnish.run.hub import Hub
 from burnish.trainer import constructor, inspection, notes, search
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.values import plain_options
-from burnish.trainer.callbacks import TrainerCallbackHandler, default_callbacks, display_callback
+from burnish.trainer.callbacks import DefaultFlowCallback, TrainerCallbackHandler, display_callback
 from burnish.trainer.data.in_step import CONTAINERS, map_items
 
 
@@ -110,8 +111,9 @@ class TrainerBase:
         self._validate_args()
         self._init_state()
 
+        trackers = tracker_callbacks(args.report_to, args.logging_dir)
         self.callback_handler = TrainerCallbackHandler(
-            [*default_callbacks(args), *constructor.callback_list(callbacks)], args, self.state, self.control,
+            [DefaultFlowCallback(), *trackers, *constructor.callback_list(callbacks)], args, self.state, self.control,
             model=self.model, processing_class=self.processing_class, optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
         )  # fmt: skip
