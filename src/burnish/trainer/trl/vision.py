@@ -52,10 +52,9 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
             "not seem to be a vision-language model. Please check your model and dataset."
         )
     name = str(getattr(config, "_name_or_path", "") or getattr(processing_class, "name_or_path", ""))
-    image_processor = getattr(processing_class, "image_processor", None)
-    processor = (
-        image_processor if image_processor is not None else load_image_processor(ModelOptions(model_name_or_path=name))
-    )
+    processor = getattr(processing_class, "image_processor", None)
+    if processor is None:
+        processor = load_image_processor(ModelOptions(model_name_or_path=name))
     file = Path(name) / "processor_config.json"
     in_memory = {key: value for key, value in vars(processing_class).items() if isinstance(value, int | str)}
     settings = dict(read_object(file)) if file.is_file() else in_memory

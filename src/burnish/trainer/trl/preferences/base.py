@@ -229,12 +229,11 @@ class PreferenceTrainer(OverridableTrainer):
         """The reference, if it is a separate model."""
         if not self._needs_reference:
             return None
-        second = (
-            load_named_model(ref_model, args, None, argument="ref_model") if isinstance(ref_model, str) else ref_model
-        )
-        if second is not None:
-            refuse_other_vocabulary(self.model, second)
-        return second
+        if isinstance(ref_model, str):
+            ref_model = load_named_model(ref_model, args, None, argument="ref_model")
+        if ref_model is not None:
+            refuse_other_vocabulary(self.model, ref_model)
+        return ref_model
 
     def _configure_objective(self, peft_config: Any) -> None:
         objective, model, is_scored = self.objective, self.model, isinstance(self.objective, RewardObjective)

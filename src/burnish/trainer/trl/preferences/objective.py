@@ -156,9 +156,8 @@ class Score(nn.Module):
         score = getattr(inner, "score", None)
         if not isinstance(score, nn.Module) or inner.config.num_labels != 1:
             raise UserError(
-                f"Reward models must be sequence classifiers with `num_labels=1`. Received: "
-                f"{type(inner).__name__} with "
-                f"{getattr(inner.config, 'num_labels', 'no')} labels.",
+                "Reward models must be sequence classifiers with `num_labels=1`. Received: "
+                f"{type(inner).__name__} with {getattr(inner.config, 'num_labels', 'no')} labels.",
                 remedy="Load it with AutoModelForSequenceClassification.from_pretrained(name, num_labels=1), or "
                 "pass its name to RewardTrainer.",
             )

@@ -177,9 +177,9 @@ class RolloutTrainer(RewardMethods):
         """The reference as a model; None if β is 0 or if the reference is the model without its adapter."""
         reference = self.objective.reference
         start = reference.start if isinstance(reference, MovingReference) else reference
-        return (
-            start.as_model(self.model) if isinstance(start, InitialWeights) and not is_peft_model(self.model) else None
-        )
+        if not isinstance(start, InitialWeights) or is_peft_model(self.model):
+            return None
+        return start.as_model(self.model)
 
     def _configure_objective(self, peft_config: Any) -> None:
         objective, model, parallel = self.objective, self.model, self._parallel

@@ -175,7 +175,7 @@ class ScriptedRollouts(PaddedObjective):
             return self.objective.rollout(self.over(module), step_batch, parallel, step, more)
         rows = [row for batch in step_batch.batches for row in real_rows(batch)]
         module.train()
-        request = self._request = _GenerationRequest(
+        request = _GenerationRequest(
             rows,
             self.objective.count(),
             lambda: self.objective.generation(self.over(module), step_batch, parallel, step, more),
@@ -273,8 +273,7 @@ class ScriptedRollouts(PaddedObjective):
 
     def _padded(self, batch: Batch, ready: Batch, items: Tensor) -> RolloutBatch:
         samples = unpack_samples(batch["pack"])
-        values = batch.get("script") or padded_batch(samples, self.pad, self.objective.leaves_one_out)
-        values = dict(values)
+        values = dict(batch.get("script") or padded_batch(samples, self.pad, self.objective.leaves_one_out))
         if not self.objective.leaves_one_out:
             values["num_items_in_batch"] = items
         return RolloutBatch.of(self.parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
