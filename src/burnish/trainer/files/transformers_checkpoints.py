@@ -43,14 +43,12 @@ def load_foreign(folder: Path, loop: Loop, model: nn.Module, steps_per_epoch: in
     epoch, step = divmod(loop.state.global_step, max(steps_per_epoch, 1))
     loop.loader.load_state_dict({"epoch": epoch, "position": step * accumulation})
     optimizer, scheduler = folder / "optimizer.pt", folder / "scheduler.pt"
-    missing = [path.name for path in (optimizer, scheduler) if not path.is_file()]
+    missing = " and ".join(path.name for path in (optimizer, scheduler) if not path.is_file())
     if not missing:
         loop.optimizer.load_state_dict(_tensors(optimizer, loop.parallel.device))
         loop.scheduler.load_state_dict(_tensors(scheduler))
-    elif not any(path.is_file() for path in (optimizer, scheduler)):
-        missing = ["optimizer.pt and scheduler.pt"]
     _load_generators(folder, loop.parallel.rank, loop.parallel.world_size)
-    return [f"{folder} has no {name}: the states of optimizer and scheduler are not restored." for name in missing]
+    return [f"{folder} has no {missing}: the states of optimizer and scheduler are not restored."] if missing else []
 
 
 def load_foreign_weights(folder: Path, model: Any) -> None:
