@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -265,7 +266,7 @@ def load_chat_template(model: Any, processing_class: Any, path: str) -> list[int
         model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
     # Each row of the embedding gets a token, as in TRL, so that tokenizer and model have the same size.
-    free = iter(range(sys.maxsize))
+    free = count()
     while len(tokenizer) < model.get_input_embeddings().weight.shape[0]:
         tokenizer.add_tokens(f"<extra_id_{next(free)}>")
     return list(range(before, len(tokenizer)))
