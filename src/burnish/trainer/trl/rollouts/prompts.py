@@ -62,7 +62,7 @@ def prompt_rows(
     if isinstance(dataset, PromptRows):
         return dataset
     is_list = isinstance(dataset, list)
-    if not is_list and not (is_datasets_set(dataset) and hasattr(dataset, "__len__")):
+    if not is_list and not is_datasets_set(dataset):
         kind = type(dataset).__name__
         raise NotImplementedError(
             f"The {name} dataset must be a datasets.Dataset: prompts are accessed by index. Received: {kind}."
