@@ -55,7 +55,7 @@ class PeftAdapter:
         self._base: set[int] = set()
 
     def check(self, model: nn.Module) -> list[Problem]:
-        if _is_wrapped(model) or self.folders:
+        if is_peft_model(model) or self.folders:
             return [problem for folder in self.folders for problem in folder_problems(folder)]
         try:
             self._config()
@@ -64,7 +64,7 @@ class PeftAdapter:
         return []
 
     def attach(self, model: nn.Module) -> nn.Module:
-        if _is_wrapped(model):
+        if is_peft_model(model):
             self._base = {id(p) for p in model.state_dict(keep_vars=True).values() if not p.requires_grad}
             return model
         from peft import get_peft_model
@@ -268,7 +268,8 @@ def _peft_config_classes() -> dict[str, Any]:
     return {str(getattr(kind, "value", kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
 
 
-def _is_wrapped(model: nn.Module) -> bool:
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether a model is wrapped by the peft library."""
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 

@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
+from burnish.adapters.peft import is_peft_model
 from burnish.models.load import context_length
 from burnish.trainer import notes
 from burnish.trainer.arguments.training import TrainingArguments
@@ -21,10 +22,6 @@ from burnish.trainer.arguments.training import TrainingArguments
 def base_model(model: Any) -> Any:
     """The model inside a peft model, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-
-
-def is_peft_model(model: Any) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
 def is_causal_lm(model: Any) -> bool:

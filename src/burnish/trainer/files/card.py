@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TrainingSummary, make_markdown_table
 
 from burnish.adapters.base import trainable_summary
+from burnish.adapters.peft import is_peft_model
 from burnish.report.card import CardFacts, write_card
 from burnish.trainer import inspection
 from burnish.trainer.arguments.training import TrainingArguments
@@ -46,7 +47,7 @@ def write_trainer_card(trainer: Any, folder: Path, values: Mapping[str, Any]) ->
 
 def _facts(trainer: Any, summary: TrainingSummary) -> CardFacts:
     model = inspection.base_model(trainer.model)
-    adapters = getattr(trainer.model, "peft_config", {}) if inspection.is_peft_model(trainer.model) else {}
+    adapters = getattr(trainer.model, "peft_config", {}) if is_peft_model(trainer.model) else {}
     sets = [summary.dataset] if isinstance(summary.dataset, str) else list(summary.dataset or [])
     base: Any = summary.finetuned_from or getattr(getattr(model, "config", None), "_name_or_path", "")
     history = trainer.state.log_history

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import metrics_format
 
 from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
-from burnish.adapters.peft import PeftAdapter, PeftOptions, name_base
+from burnish.adapters.peft import PeftAdapter, PeftOptions, is_peft_model, name_base
 from burnish.config.secrets import without_secrets
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
@@ -28,7 +28,6 @@ from burnish.report import results
 from burnish.run.hub import LOCAL_FILES
 from burnish.trainer.files import card
 from burnish.trainer.files.transformers_checkpoints import write_transformers_files
-from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.optimizer import OptimizerMethods
 from burnish.trainer.notes import logger
 

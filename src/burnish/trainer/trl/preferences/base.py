@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from burnish.adapters.peft import is_peft_model
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded
 from burnish.data.batches.loader import num_tokens
@@ -30,7 +31,6 @@ from burnish.parallel.single import set_seed
 from burnish.run.plan.other_models import other_vocabulary
 from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
-from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.preferences.collator import (

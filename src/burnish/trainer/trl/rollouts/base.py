@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
+from burnish.adapters.peft import is_peft_model
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
 from burnish.data.batches.loader import num_tokens
@@ -35,7 +36,6 @@ from burnish.run.rollouts import merging, slots_of
 from burnish.trainer import reporting
 from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.torch_loader import PaddingBatch
-from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.data import call_with_accepted
 from burnish.trainer.notes import logger

@@ -24,13 +24,12 @@ from transformers import (
 from transformers.processing_utils import ProcessorMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from burnish.adapters.peft import PeftAdapter, PeftOptions
+from burnish.adapters.peft import PeftAdapter, PeftOptions, is_peft_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import check_model_path, refuse_unavailable
 from burnish.parallel.precision import supported_dtype
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.constructor import fields_of, value_and_type, with_own_values
-from burnish.trainer.inspection import is_peft_model
 from burnish.trainer.notes import logger
 from burnish.utils.json_files import read_object
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from burnish.adapters.peft import is_peft_model
 from burnish.data.batches.loader import num_tokens
 from burnish.kernels.cross_entropy import TokenLoss, TokenSums
 from burnish.kernels.probe import Capabilities, Head
@@ -24,7 +25,7 @@ from burnish.models.patches.attention import make_padding_free
 from burnish.parallel.single import set_seed
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
-from burnish.trainer.inspection import has_virtual_tokens, is_peft_model
+from burnish.trainer.inspection import has_virtual_tokens
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
