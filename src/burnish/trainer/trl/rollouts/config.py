@@ -34,7 +34,6 @@ from burnish.trainer.trl.preferences.config import Choices
 
 NO_VLLM = "Completions are generated in the training process. Remove use_vllm and vllm_*."
 _NO_VLLM_EFFECT = "completions are generated in the training process."
-_NO_PADDING = "completions are not padded."
 SETTABLE_FIELDS = ("top_p", "top_k", "min_p", "repetition_penalty")
 """Arguments of a generation that a script may change during training."""
 _SAMPLING_FIELDS = ("temperature", *SETTABLE_FIELDS)
