@@ -196,6 +196,24 @@ class CustomLoss(LlamaForCausalLM):
         return output
 
 
+class WithPenalty(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, **inputs):
+        outputs = self.model(**inputs)
+        outputs.loss = outputs.loss + 1
+        return outputs
+
+
+def test_loss_of_a_wrapper_is_computed_by_the_wrapper():
+    assert not has_plain_loss(WithPenalty(tiny("llama")))
+
+
 def test_custom_loss_is_computed_by_the_model():
     plain, hooked, own = tiny("llama"), tiny("llama"), CustomLoss(tiny("llama").config)
     hooked.register_forward_hook(lambda module, options, output: None)

@@ -27,7 +27,7 @@ from burnish.losses.targets import collate_trained
 from burnish.models.patches.attention import NAME
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.trainer.data.outputs import has_hooks
-from burnish.trainer.inspection import computes_its_own_loss, is_causal_lm
+from burnish.trainer.inspection import base_model, computes_its_own_loss, is_causal_lm
 
 _KNOWN = {"input_ids", "attention_mask", "labels", "target_positions"}
 
@@ -86,7 +86,7 @@ def has_plain_loss(model: nn.Module) -> bool:
     """Whether the model's loss is the plain cross entropy of the next token: an unmodified causal language model of
     transformers, whose forward pass has no hooks. An adapter may not change the outputs (AdaLoRA adds to the loss).
     """
-    inner = unwrap_peft(model)
+    inner = base_model(model)  # not that of a script's own wrapper, which may change the loss
     if model is not inner and changes_outputs(model):
         return False
     is_theirs = type(inner).__module__.startswith("transformers.models.") and is_causal_lm(inner)
