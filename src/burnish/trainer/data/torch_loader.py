@@ -395,13 +395,11 @@ def order_in(loader: Any) -> EpochOrder | None:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Set the epoch in every part of a loader that has ``set_epoch``."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    listeners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
-                 getattr(loader, "dataset", None)]  # fmt: skip
-    seen: set[int] = set()
-    for listener in listeners:
-        if hasattr(listener, "set_epoch") and id(listener) not in seen:
-            seen.add(id(listener))
-            listener.set_epoch(epoch)
+    parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None),
+             getattr(loader, "dataset", None)]  # fmt: skip
+    listeners = {id(part): part for part in parts if hasattr(part, "set_epoch")}
+    for listener in listeners.values():
+        listener.set_epoch(epoch)
 
 
 def num_batches(loader: Any) -> int | None:
