@@ -44,6 +44,17 @@ def read(path):
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_summary_has_the_metrics_of_the_steps_since_the_last_log(kind, folder, tmp_path):
+    rows = labelled_examples(6) if kind == "KTOTrainer" else pairs(6)
+    trainer = make(kind, folder / "model", tmp_path, rows, max_steps=3, logging_steps=2, per_device_train_batch_size=2)
+    trainer.train()
+    step, summary = trainer.state.log_history
+    assert step.keys() - {"loss", "grad_norm", "learning_rate"} <= summary.keys()
+    assert summary["num_tokens"] > step["num_tokens"]
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "more"), [*((kind, {}) for kind in TRAINERS), ("KTOTrainer", {"kl_pairing": "group"})], ids=str
 )

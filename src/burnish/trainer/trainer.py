@@ -381,7 +381,7 @@ class TrainerLoop(Loop):
 
     def summary(self, unlogged: Mapping[str, float]) -> dict[str, float]:
         """The loop's summary, with the metrics of unlogged steps (as in TRL) and memory metrics."""
-        metrics = {name: value for name, value in unlogged.items() if name not in ("loss", "grad_norm")}
+        metrics = self.trainer._last_metrics(self.objective.report({**unlogged})) if unlogged else {}
         self.trainer.store_flos()
         values = {**super().summary(unlogged), **metrics}
         _finalize_training(self.trainer, values)

@@ -248,6 +248,10 @@ class TrainerBase:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._call_event("on_log", logs=logs)
 
+    def _last_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of the steps since the last log, for the summary of the run."""
+        return {name: value for name, value in metrics.items() if name not in ("loss", "grad_norm")}
+
     @property
     def hub_model_id(self) -> str | None:
         return self._hub.repository

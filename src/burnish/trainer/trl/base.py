@@ -183,8 +183,11 @@ class TrlTrainer(Trainer):
         unlogged = self._parallel.sum(meter.loss.new_tensor([meter.tokens])).item()
         return float(self.state.num_input_tokens_seen) + unlogged
 
+    def _last_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return super()._last_metrics(metrics) | {"num_tokens": float(self.state.num_input_tokens_seen)}
+
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        if "loss" in logs or "mean_token_accuracy" in logs:
+        if "loss" in logs:
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
         mode = "train" if self.model.training else "eval"
         for name, values in self._metrics[mode].items():
