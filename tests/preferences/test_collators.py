@@ -54,6 +54,22 @@ def test_batches_of_a_trl_padding_collator_train_like_burnish_rows(kind, folder,
     assert losses(make(kind, folder / "model", tmp_path / "its", trainer_args={"data_collator": KINDS[kind]})) == own
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_collator_pads_to_a_multiple(kind, folder, tmp_path):
+    trainer = make(kind, folder / "model", tmp_path, pad_to_multiple_of=7)
+    batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
+    assert batch["input_ids"].shape[1] % 7 == 0
+    assert batch["attention_mask"].shape == batch["input_ids"].shape
+
+
+def test_data_collator_passes_precomputed_log_probabilities_on(folder, tmp_path):
+    for kind, keys in (
+        ("DPOTrainer", {"ref_chosen_logps", "ref_rejected_logps"}), ("KTOTrainer", {"ref_logps", "ref_KL_logps"})
+    ):  # fmt: skip
+        trainer = make(kind, folder / "model", tmp_path / kind, precompute_ref_log_probs=True)
+        assert keys <= trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]]).keys()
+
+
 def test_changes_of_a_collator_are_trained(folder, tmp_path):
     def swapped(rows):
         return collate_pairs(

@@ -39,6 +39,7 @@ from burnish.trainer.trl.preferences.collator import (
     PaddedBySide,
     collate_by_script,
     column_of,
+    reference_logps,
     rows_of_padded,
 )
 from burnish.trainer.trl.preferences.config import PreferenceConfig, WithReference
@@ -165,9 +166,10 @@ class PreferenceTrainer(OverridableTrainer):
         self.objective = self.objective_class(choices, template, self._tokenizer)
         if not self._skip_prepare_dataset:
             train_dataset = self._prepare_dataset(train_dataset, processing_class, args, "train")
+        multiple: Any = args.pad_to_multiple_of
         super().__init__(
             model=model, args=args,
-            data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad),
+            data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad, multiple),
             train_dataset=train_dataset, eval_dataset=self._prepared_evals(eval_dataset, processing_class, args),
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -245,13 +247,14 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-        text = partial(collate_padded, pad_id=self._pad)
+        multiple: Any = self.args.pad_to_multiple_of
+        text = partial(collate_padded, pad_id=self._pad, pad_to_multiple_of=multiple)
         if self.family is not None and self._skip_prepare_dataset:
             collate = partial(collate_by_script, text, self.family.placeholder_ids)
         elif self.family is not None:
             workers = self.args.dataloader_num_workers
             collate = VisionCollator(
-                model, self.family, text, self._pad, num_workers=workers, one_by_one=not self._is_scripted
+                model, self.family, text, self._pad, multiple, num_workers=workers, one_by_one=not self._is_scripted
             )
             collate.join_processes(model, self._parallel)
         for note in objective.configure(capabilities, collate):
@@ -370,10 +373,9 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _pad_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch, with reference log-probabilities of its rows if they are precomputed."""
-        known = {side: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
-        numbers = {REFERENCE[side]: torch.tensor([row[name] for row in rows]) for side, name in known.items()}
-        plain_rows = [{name: row[name] for name in row if name not in known.values()} for row in rows]
-        return {**self.data_collator(plain_rows), **numbers}
+        columns = {column_of(side) for side in REFERENCE}
+        plain_rows = [{name: row[name] for name in row if name not in columns} for row in rows]
+        return {**self.data_collator(plain_rows), **reference_logps(rows)}
 
     def _rows_of(self, rows: Sequence[Mapping[str, Any]]) -> list[Row]:
         """Rows of the objective, converted by a script's ``data_collator`` if there is one."""

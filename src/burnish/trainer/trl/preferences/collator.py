@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,25 +24,27 @@ from burnish.loop.types import IGNORE_INDEX, Batch, Row
 @dataclass
 class Padded:
     """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, unpaired or
-    scores."""
+    scores; ``pad_to_multiple_of``: round the width up to a multiple."""
 
     row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     kind: str
     pad_id: int
+    pad_to_multiple_of: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """TRL's batch of these rows."""
-        encoded = [self.row_of(row) for row in rows]
+        encoded, numbers = [self.row_of(row) for row in rows], reference_logps(rows)
         if self.kind == "unpaired":
             kl_columns = self._pad(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
             return {
                 **self._pad(encoded, [""]),
                 **kl_columns,
                 "label": torch.tensor([bool(row["tag"]) for row in encoded]),
+                **numbers,
             }
         batch = self._pad(encoded, ["chosen_", "rejected_"])
         if self.kind == "pairs":
-            return batch
+            return batch | numbers
         del batch["completion_mask"]
         return {**batch, "margin": torch.tensor([row["margin"] for row in encoded])}
 
@@ -54,6 +57,10 @@ class Padded:
             "attention_mask": ([torch.ones_like(one) for one in ids], 0),
             "completion_mask": ([(one != IGNORE_INDEX).long() for one in labels], 0),
         }
+        width = max(map(len, ids))
+        width += -width % (self.pad_to_multiple_of or 1)
+        for of, filler in values.values():
+            of[0] = F.pad(of[0], (0, width - len(of[0])), value=filler)
         return {f"{prefix}{name}": pad_sequence(of, True, filler) for name, (of, filler) in values.items()}
 
 
@@ -116,6 +123,12 @@ REFERENCE = {"chosen": "ref_chosen_logps", "rejected": "ref_rejected_logps", "":
 def column_of(side: str) -> str:
     """burnish's column of the same values."""
     return f"reference_{side}_logps" if side else "reference_logps"
+
+
+def reference_logps(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """(P,) the reference's log-probabilities of rows by their keys in TRL's batches. Empty if they are not computed."""
+    known = {REFERENCE[side]: column_of(side) for side in REFERENCE if column_of(side) in rows[0]}
+    return {key: torch.tensor([row[name] for row in rows]) for key, name in known.items()}
 
 
 _NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERENCE.values()})
