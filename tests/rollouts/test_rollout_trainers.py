@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from golden_steps import make_models
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
@@ -66,6 +66,50 @@ def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):
              "clip_ratio/region_mean", "num_tokens", "learning_rate"}  # fmt: skip
     assert names <= log.keys()
     assert log["kl"] == pytest.approx(0, abs=1e-5)  # the reference is the initial model
+
+
+def streamed(rows, read=None):
+    """Return a stream of rows. Args: read: receives the number of each row that is read."""
+
+    def generate():
+        for at, row in enumerate(rows):
+            (read if read is not None else []).append(at)
+            yield row
+
+    return IterableDataset.from_generator(generate)
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_streamed_prompts_train_like_unshuffled_ones(folder, kind):
+    read = []
+    stream = streamed(prompts(1000), read)
+    trainer = trainer_of(folder, kind, dataset=stream, max_steps=3)
+    assert trainer.train_dataset is stream
+    assert max(read) < 3  # the prompts of three steps
+    trainer.train()
+    other = trainer_of(folder, kind, dataset=prompts(3), max_steps=3, shuffle_dataset=False)
+    other.train()
+    weights = other.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_streamed_prompts_require_max_steps(folder):
+    with pytest.raises(ValueError, match="max_steps"):
+        trainer_of(folder, dataset=streamed(prompts()), max_steps=-1)
+
+
+def test_dataset_dict_is_rejected(folder):
+    with pytest.raises(TypeError, match="`train_dataset` must be a `Dataset` or `IterableDataset`"):
+        trainer_of(folder, dataset=DatasetDict({"train": prompts()}))
+
+
+def test_streamed_prompts_are_evaluated(folder):
+    trainer = trainer_of(folder, trainer_args={"eval_dataset": streamed(prompts(3))}, per_device_eval_batch_size=4)
+    metrics = trainer.evaluate()
+    assert metrics.keys() >= {"eval_loss", "eval_reward"}
+    named = trainer.evaluate({"some": streamed(prompts(3)), "others": streamed(chat_prompts(2))})
+    assert named["eval_some_reward"] == metrics["eval_reward"]
+    assert "eval_others_reward" in named
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,12 @@ def test_trainer_rejects_an_evaluation_dataset_without_a_required_column(folder,
     ("dataset", "message"),
     [
         (Dataset.from_list([{"question": "a"}]), 'The eval dataset requires a column "prompt"'),
-        (IterableDataset.from_generator(lambda: iter([{"prompt": "a"}])), "must be a datasets.Dataset"),
+        (IterableDataset.from_generator(lambda: iter([{"question": "a"}])), 'with the key "prompt"'),
+        (({"prompt": "a"},), "must be a `Dataset` or `IterableDataset`. Received: `tuple`"),
     ],
 )
 def test_trainer_rejects_an_unusable_evaluation_dataset_before_training(folder, dataset, message):  # noqa: F811
-    with pytest.raises((UserError, NotImplementedError), match=message):
+    with pytest.raises((UserError, TypeError), match=message):
         trainer_of(folder, trainer_args={"eval_dataset": dataset})
 
 

@@ -47,6 +47,7 @@ from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
     PromptTemplate,
     blank_prompts,
+    is_streamed,
     prompt_rows,
     room_for_prompts,
     without_repeats,
@@ -64,6 +65,7 @@ from burnish.trainer.trl.rollouts.tools import (
     check_tools,
     schemas,
 )
+from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_config, resolve_model
 
 _LONGEST = 1 << 20
@@ -121,6 +123,8 @@ class RolloutTrainer(RewardMethods):
         self.rollout_func = rollout_func
         if train_dataset is None:
             train_dataset = blank_prompts(args, self.environments)
+        elif not isinstance(train_dataset, list):
+            check_sft_sets(train_dataset)
         datasets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
         calls_rewards = not self._overrides("_calculate_rewards")
         if calls_rewards:
@@ -156,7 +160,7 @@ class RolloutTrainer(RewardMethods):
         if self._tables is not None:
             self.add_callback(self._tables)
         self._eval_rows: list[tuple[Any, PromptRows]] = []
-        self._prompts = self._rows_of(train_dataset, "train")
+        self._prompts = self._rows_of(train_dataset, "train", self._prompts_of_run)
         self._configure_objective(peft_config)
         if rollout_func is None:
             for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
@@ -277,13 +281,13 @@ class RolloutTrainer(RewardMethods):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    def _rows_of(self, dataset: Any, name: str) -> PromptRows:
+    def _rows_of(self, dataset: Any, name: str, most: int | None = None) -> PromptRows:
         known = next((rows for one, rows in self._eval_rows if one is dataset and not isinstance(one, list)), None)
         if known is not None:
             return known
         kwargs: Any = self.args.chat_template_kwargs
         tools = json.dumps(schemas(self.tools)) if self.tools else ""
-        rows = prompt_rows(dataset, name, self.objective, kwargs, tools)
+        rows = prompt_rows(dataset, name, self.objective, kwargs, tools, most)
         records = [json.loads(row["record"]) for row in rows] if self.tools or self.environments is not None else []
         for record in records:
             if isinstance(record["prompt"], str):
@@ -295,6 +299,12 @@ class RolloutTrainer(RewardMethods):
         if name != "train":
             raise_if(self.objective.inspect_columns(rows, f"The {name} dataset"))
         return rows
+
+    @property
+    def _prompts_of_run(self) -> int:
+        """Number of prompts of ``max_steps``, for streamed datasets."""
+        batches = -(-self.args.max_steps // self.objective.inner_steps)
+        return batches * self.objective.rows_per_rank * self._parallel.world_size
 
     @property
     def _accumulation(self) -> int:
@@ -330,7 +340,7 @@ class RolloutTrainer(RewardMethods):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
-        strategy = "random" if self.args.shuffle_dataset else "sequential"
+        strategy = "random" if self.args.shuffle_dataset and not is_streamed(self.train_dataset) else "sequential"
         dataset = self._prompts if train_dataset is None else train_dataset
         return self._sampler_for(dataset, strategy, self.objective.rows_per_rank, 1)
 

@@ -2,12 +2,13 @@
 
 A prompt is text, or messages that end with a user or tool message. All other columns are passed to the reward
 functions. A row has the ids of the prompt, its record, and its number in the dataset. Prompts that are empty or too
-long are skipped and counted.
+long are skipped and counted. Of a streamed dataset, the records that the run needs are read at its start.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -47,26 +48,29 @@ class PromptRows(list[Row]):
 
 
 def prompt_rows(
-    dataset: Any, name: str, objective: StageObjective, variables: Mapping[str, Any] | None = None, tools: str = ""
-) -> PromptRows:
+    dataset: Any, name: str, objective: StageObjective, variables: Mapping[str, Any] | None = None, tools: str = "",
+    most: int | None = None,
+) -> PromptRows:  # fmt: skip
     """Return the rows of a dataset.
 
     Args:
         name: "train" or "eval", for messages.
         variables: arguments of the chat template for all records.
         tools: JSON text of the schemas of the tools that the model may call.
+        most: number of records that are read from a streamed dataset. Default: all.
 
     Raises:
+        TypeError: if it is not a dataset of the ``datasets`` library, or a list.
         UserError: if a record has no prompt, or one that ends with an assistant message.
     """
     if isinstance(dataset, PromptRows):
         return dataset
+    if is_streamed(dataset):
+        dataset = [*islice(dataset, most)]
     is_list = isinstance(dataset, list)
     if not is_list and not is_datasets_set(dataset):
-        kind = type(dataset).__name__
-        raise NotImplementedError(
-            f"The {name} dataset must be a datasets.Dataset: prompts are accessed by index. Received: {kind}."
-        )
+        what = f"`{name}_dataset` must be a `Dataset` or `IterableDataset`. Received: `{type(dataset).__name__}`."
+        raise TypeError(f"{what} Pass one of its splits, or use `Dataset.from_list`.")
     if not len(dataset):
         what = f"The {name} dataset contains no records."
         raise UserError(what, remedy='Pass at least one record with the column "prompt".', option=f"{name}_dataset")
@@ -95,10 +99,20 @@ def prompt_rows(
     return PromptRows(usable)
 
 
+def is_streamed(dataset: Any) -> bool:
+    """Return whether it is a streamed dataset of the ``datasets`` library, which is not imported here."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.IterableDataset)
+
+
 def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
     """Return the messages of the first prompt of a dataset, as reward functions receive them. Returns None if it is
     text (then all are), or if this is not a dataset of the ``datasets`` library with a column ``prompt``."""
-    if not is_datasets_set(dataset) or "prompt" not in (dataset.column_names or ()):
+    if is_streamed(dataset):
+        dataset = dataset.take(1)
+    elif not is_datasets_set(dataset):
+        return None
+    if "prompt" not in (dataset.column_names or ()):
         return None
     first = next((record["prompt"] for record in dataset.select_columns("prompt")), None)
     return [_without_none(message) for message in first] if isinstance(first, list) and has_turns(first) else None
