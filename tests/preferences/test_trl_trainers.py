@@ -43,6 +43,25 @@ def read(path):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_prepared_datasets_keep_the_records(kind, is_streamed, folder, tmp_path):
+    """TRL's LogCompletionsCallback reads the prompts of ``trainer.eval_dataset``."""
+    records = Dataset.from_list(labelled_examples(6) if kind == "KTOTrainer" else pairs(6))
+    rows = records.to_iterable_dataset() if is_streamed else records
+    trainer = make(kind, folder / "model", tmp_path, rows, {"eval_dataset": rows}, max_steps=1)
+    for prepared in (trainer.train_dataset, trainer.eval_dataset):
+        assert [row["prompt"] for row in prepared] == records["prompt"][:]
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] > 0
+
+
+def test_prepared_unpaired_datasets_have_the_prompt_of_each_response(folder, tmp_path):
+    long = {**pairs(1)[0], "prompt": message_list("user", "word " * 200)}
+    trainer = make("KTOTrainer", folder / "model", tmp_path, [*pairs(2), long, *pairs(4)[2:]], max_length=64)
+    prompts = [record["prompt"] for record in pairs(4)]
+    assert trainer.train_dataset["prompt"][:] == prompts * 2
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_summary_has_the_metrics_of_the_steps_since_the_last_log(kind, folder, tmp_path):
@@ -397,7 +416,9 @@ def test_pair_formats_are_equivalent(folder, tmp_path):
          "rejected": [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "no"}]},
     ]  # fmt: skip
     rows = [make("DPOTrainer", folder / "model", tmp_path, [record]).train_dataset[0] for record in ways]
-    assert all(row == rows[0] for row in rows)
+    ids = [{name: row[name] for name in row if name.endswith("_ids")} for row in rows]
+    assert len(ids[0]) == 3
+    assert all(one == ids[0] for one in ids)
 
 
 def test_tools_and_template_arguments_are_read_from_the_record(folder, tmp_path):

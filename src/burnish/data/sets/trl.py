@@ -120,7 +120,7 @@ class TrlRecords(LazySequence[Located]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Located]:
-        places, sides = zip(*map(self._place, indices), strict=True) if indices else ((), ())
+        places, sides = zip(*map(self.place_of, indices), strict=True) if indices else ((), ())
         columns = self.dataset[list(places)]
         rows = zip(*columns.values(), strict=True)
         return [
@@ -132,7 +132,7 @@ class TrlRecords(LazySequence[Located]):
             for values, place, side in zip(rows, places, sides, strict=True)
         ]
 
-    def _place(self, index: int) -> tuple[int, str]:
+    def place_of(self, index: int) -> tuple[int, str]:
         """Return the record at ``index``, and which of its responses is used ("" for the whole record)."""
         block, within = divmod(index, len(self.sides) * self.BLOCK)
         size = min(self.BLOCK, len(self.dataset) - block * self.BLOCK)

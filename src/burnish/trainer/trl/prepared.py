@@ -98,8 +98,9 @@ def prepare_dataset(
         options = DataOptions(preprocessing_num_workers=args.dataset_num_proc)
     layout = [encode.layout.format, sorted(encode.layout.columns.items())]
     known = [encode.fingerprint, layout, encode.on_bad_record, splits_pairs, encode.names]
+    records = TrlRecords(dataset, f"{name} dataset", splits_pairs)
     rows = encode_rows(
-        TrlRecords(dataset, f"{name} dataset", splits_pairs), encode, stats, name=name, options=options, places=name,
+        records, encode, stats, name=name, options=options, places=name,
         data=f"{dataset._fingerprint} {datasets.fingerprint.Hasher.hash(encode.formatting)}",
         fingerprint={"encoding": repr(known)}, title=f"Tokenizing {name} dataset",
     )  # fmt: skip
@@ -109,9 +110,8 @@ def prepare_dataset(
     table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
     if not keep:
         return table
-    columns = dataset.select_columns(list(keep))
-    origins = list(rows.origins)
-    columns = columns if len(origins) == len(dataset) else columns.select(origins)
+    columns, is_whole = dataset.select_columns(list(keep)), len(rows) == len(records) and not splits_pairs
+    columns = columns if is_whole else columns.select([records.place_of(at)[0] for at in rows.origins])
     return datasets.concatenate_datasets([columns, table], axis=1)
 
 

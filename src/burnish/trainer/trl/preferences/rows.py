@@ -36,9 +36,10 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
 }
 """The columns of prepared datasets, by kind of records."""
 RECORD_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
-    "pairs": ("prompt", "chosen", "rejected"), "unpaired": ("prompt", "completion", "label")
+    "pairs": ("prompt", "chosen", "rejected"), "unpaired": ("prompt", "completion", "label"),
+    "scores": ("prompt", "chosen", "rejected"),
 }  # fmt: skip
-"""The columns of records that a script's collator gets with their images, by kind of records."""
+"""The columns of records, by kind: kept in prepared datasets, and given to a script's collator with their images."""
 
 
 def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:
@@ -68,7 +69,9 @@ def preference_rows(
         trl_layout(kind, sample, reader=reader), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
         _COLUMNS_OF[kind], args.on_bad_record,
     )  # fmt: skip
-    return prepare_dataset(dataset, name, records, args, splits_pairs=splits)
+    of_records = ("prompt",) if splits else RECORD_COLUMNS[kind]  # as in TRL, whose callbacks read the prompts
+    keep = [column for column in of_records if column in sample and column not in names]
+    return prepare_dataset(dataset, name, records, args, keep, splits)
 
 
 def _pair_columns(row: Row) -> dict[str, Any]:
