@@ -257,6 +257,22 @@ def test_high_entropy_mask_selects_tokens_above_quantile(threshold, expected, fo
     assert not trainer.get_high_entropy_mask(entropies, mask * 0, threshold).any()
 
 
+def test_off_policy_mask_drops_bad_completions_far_from_the_sampler():
+    nan = float("nan")
+    logps = torch.tensor([[-2.0, -2.0, 9.0], [-0.5, -0.5, 9.0], [-2.0, -2.0, 9.0], [nan, -0.5, 9.0]])
+    mask, advantages = torch.tensor([[1.0, 1.0, 0.0]] * 4), torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]])
+    kept = GRPOTrainer.get_off_policy_mask(advantages, logps, torch.zeros(4, 3), mask, 1.0)
+    assert kept.tolist() == [[1.0], [1.0], [0.0], [1.0]]
+
+
+def test_vespo_factor_is_1_at_the_sampling_policy_and_small_far_from_it():
+    ratios = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [-3.0, 9.0]])
+    mask, advantages = torch.tensor([[1.0, 1.0]] * 3 + [[1.0, 0.0]]), torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+    found = GRPOTrainer.get_gamma_weights(advantages, ratios, mask, None)
+    by_hand = [1.0, 1.0, math.exp(3 + 2 * 2 - 3 * math.e**2), math.exp(2 - 3 * 3 - 2 * math.e**-3)]
+    assert found.flatten().tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
 class RepeatSampler(Sampler):
     """A sampler as in TRL: prompts are repeated for their completions, and generation batches for their iterations."""
 

@@ -226,14 +226,12 @@ class RolloutLoss:
         return -phi[tokens.owner] * advantage * tokens.logps
 
     def _vespo_factors(self, tokens: _Tokens) -> Tensor:
-        """Return (S,) φ = exp(λ + k w - λ e^w), with w the log-ratio of the completion."""
+        """Return (S,) the factor of each completion."""
         options, is_good = self.options, tokens.advantages >= 0
         clipped = tokens.log_ratio.detach().clamp(-_MOST_LOG, _MOST_LOG) * tokens.mask
-        w = _sums(clipped, tokens.owner, len(is_good)).clamp(_LEAST_LOG, _MOST_LOG)
         k = torch.where(is_good, options.vespo_k_pos, options.vespo_k_neg)
         decay = torch.where(is_good, options.vespo_lambda_pos, options.vespo_lambda_neg)
-        factors: Tensor = (decay + k * w - decay * w.exp()).exp().nan_to_num(0.0)
-        return factors
+        return vespo_factors(_sums(clipped, tokens.owner, len(is_good)), k, decay)
 
     def _off_policy_mask(self, tokens: _Tokens, batch: Batch) -> Tensor:
         """Return (N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to the sampling distribution is too
@@ -352,6 +350,18 @@ def high_entropy_masks(
     threshold = linear_quantile(every, 1 - share) if len(every) else 0.0
     least = threshold - _ENTROPY_TIE_MARGIN * abs(threshold)
     return [(entropy.detach() >= least).to(mask.dtype) * mask for entropy, mask in zip(entropies, masks, strict=True)]
+
+
+def vespo_factors(sums: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """Return φ = exp(λ + k w - λ e^w) of completions.
+
+    Args:
+        sums: w, the sum of the log-ratios of a completion, each within ±20.
+        k, decay: k and λ of each completion.
+    """
+    w = sums.clamp(_LEAST_LOG, _MOST_LOG)
+    factors: Tensor = (decay + k * w - decay * w.exp()).exp().nan_to_num(0.0)
+    return factors
 
 
 def linear_quantile(values: Tensor, quantile: float) -> float:
