@@ -13,6 +13,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )  # fmt: skip
 
 from burnish import UserError
@@ -94,6 +95,22 @@ def test_loaded_model_is_not_quantized(folder, tmp_path):
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "ORPOTrainer"])
+def test_unwrapped_model_is_the_model_also_during_training(kind, folder, tmp_path):
+    """TRL's callbacks generate with it."""
+    found = []
+
+    class Unwrap(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            wrapped = trainer.model_wrapped
+            found.append((trainer.accelerator.unwrap_model(wrapped), wrapped.device, wrapped.config))
+
+    trainer = make(kind, folder / "model", tmp_path, trainer_args={"callbacks": [Unwrap()]}, max_steps=1)
+    assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is trainer.model
+    trainer.train()
+    assert found == [(trainer.model, trainer.model.device, trainer.model.config)]
 
 
 def test_ref_model_has_initial_weights(folder, tmp_path):

@@ -33,6 +33,20 @@ from burnish.loop.types import IGNORE_INDEX, TOKEN_COLUMNS, Batch, Example, Ids,
 Collate: TypeAlias = Callable[[Sequence[Row]], Batch]
 
 
+class WrappedModel(nn.Module):
+    """A module around a model of transformers, with the attributes of the model that callbacks read."""
+
+    model: Any
+
+    @property
+    def device(self) -> Any:
+        return self.model.device
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+
 class RowEncoder(Protocol):
     """The part of a template (``data/``) that objectives use."""
 

@@ -29,7 +29,7 @@ from burnish.config.registry import Registry
 from burnish.kernels.probe import Capabilities, Only, unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
-from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
+from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective, WrappedModel
 from burnish.losses.lm import not_configured
 from burnish.losses.logits import model_inputs, target_positions
 from burnish.losses.pair_values import PAIR_COLUMNS, two_answers
@@ -132,7 +132,7 @@ def score_head(width: int) -> RewardHead:
     return ValueHead(width, has_bias=False)
 
 
-class ScoringModel(nn.Module):
+class ScoringModel(WrappedModel):
     """A language model without its head, and a score head.
 
     Args:

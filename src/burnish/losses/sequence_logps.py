@@ -20,7 +20,7 @@ from burnish.kernels.tied import TIED
 from burnish.kernels.token_logps import LogpRules, TokenLogps, linear_token_logps, plain_token_logps
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
-from burnish.losses.base import Collate
+from burnish.losses.base import Collate, WrappedModel
 from burnish.losses.lm import hidden_and_weight, tied_embedding
 from burnish.losses.logits import logits_at, model_inputs, target_positions
 from burnish.utils.patching import PatchOptions, allows_patch
@@ -81,7 +81,7 @@ def factors_beyond(owner: Tensor, limits: Tensor, factor: float) -> Tensor:
     return torch.where(place < limits[owner], 1.0, factor)
 
 
-class SequenceModel(nn.Module):
+class SequenceModel(WrappedModel):
     """A causal language model that returns log-probabilities of responses.
 
     Args:

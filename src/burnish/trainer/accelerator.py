@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
+from burnish.losses.base import WrappedModel
 from burnish.parallel.accelerate import blank_tracker
 from burnish.parallel.selection import local_rank
 from burnish.trainer.data.in_step import map_tensors
@@ -193,12 +194,13 @@ class ParallelAccelerator(ProcessMethods):
         """Do nothing: the backend unscales gradients before it clips them."""
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model without the wrappers of the backend or of a script's own ``DataParallel``."""
+        """The model without the wrappers of the backend, of an objective or of a script's own ``DataParallel``."""
         wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-        return self.parallel.unwrap(model.module if isinstance(model, wrappers) else model)
+        inner = self.parallel.unwrap(model.module if isinstance(model, wrappers) else model)
+        return inner.model if isinstance(inner, WrappedModel) else inner
 
     def get_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        return self.parallel.unwrap(model).state_dict()
+        return self.unwrap_model(model).state_dict()
 
     def prepare(self, *parts: Any) -> Any:
         """Return objects, which are prepared already. A script's own loaders are divided between processes."""
