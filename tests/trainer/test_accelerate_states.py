@@ -1,12 +1,23 @@
-"""accelerate's own functions and states in a script with several processes on CPUs."""
+"""accelerate's own functions, loggers and states in scripts, with one process and with several on CPUs."""
 
 import json
 from pathlib import Path
 
 import pytest
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
 
+from burnish import TrainingArguments
 from trainer_run import make_trainer
 from two_processes import in_two_processes
+
+
+def test_loggers_of_accelerate_work_after_the_arguments(tmp_path, caplog):
+    PartialState._reset_state()
+    TrainingArguments(str(tmp_path), use_cpu=True)
+    get_logger("script", log_level="INFO").info("started")
+    assert caplog.messages[-1].endswith("started")
+    assert PartialState().device.type == "cpu"
 
 
 def run_script(folder: str) -> None:

@@ -55,6 +55,14 @@ def blank_tracker() -> Any:
     return GeneralTracker(_blank=True)
 
 
+def initialize_single_process(is_on_cpu: bool) -> None:
+    """Initialize the state of accelerate that its loggers require, unless a launcher started this process."""
+    from accelerate.state import PartialState
+
+    if not PartialState._shared_state and "LOCAL_RANK" not in os.environ:
+        PartialState(cpu=is_on_cpu)
+
+
 def share_with_accelerate() -> None:
     """Make accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) use the process
     group of a run on CPUs, which accelerate does not detect."""

@@ -33,6 +33,7 @@ from burnish.config.errors import did_you_mean
 from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import warmup_steps_of
 from burnish.optim.builtin import OPTIMIZERS
+from burnish.parallel.accelerate import initialize_single_process
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.selection import device_of
 from burnish.parallel.single import check_parallel
@@ -132,6 +133,8 @@ class TrainingArguments(Fields, metaclass=AcceptsOldNames):
             self.dataloader_pin_memory = False
         self.fsdp = self.fsdp or None
         raise_if(check_parallel(cast(Any, self)))  # some of its types are wider than those of the backend
+        if self.world_size == 1:
+            initialize_single_process(self.use_cpu)
         warn_about_unused_arguments(self)
 
     if not TYPE_CHECKING:  # a type checker would accept any attribute
