@@ -155,6 +155,15 @@ def test_language_model_is_not_a_reward_model(models):
         RewardModel(model, None)
 
 
+def test_reward_model_reads_a_tool_result_that_is_a_list_as_text(models):
+    model = reward_model_of(str(models / "scorer"))
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    completion = [{"role": "assistant", "content": ""}, {"role": "tool", "name": "rows", "content": [("a", 1)]}]
+    as_text = [completion[0], {**completion[1], "content": "[('a', 1)]"}]
+    prompt = [{"role": "user", "content": "Which rows?"}]
+    assert model([prompt], [completion]) == model([prompt], [as_text])
+
+
 def test_conversations_require_a_chat_template(models):
     model = reward_model_of(str(models / "scorer"))
     model.tokenizer.chat_template = None

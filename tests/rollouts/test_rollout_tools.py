@@ -199,6 +199,21 @@ def test_tool_that_fails_in_an_odd_way_is_a_failed_call(folder, outcome, content
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1
 
 
+def test_reward_functions_receive_lists_that_tools_return(folder):
+    """As in TRL. The prompt of the next turn contains the text of a list."""
+    seen = []
+
+    def sees(completions, **_):
+        seen.extend(completions)
+        return [float(len(c)) for c in completions]
+
+    rows = [("a", 1), ("b", 2)]
+    trainer, source = trained(folder, [[call("odd", a=3), "a"], ["b"], ["c"], ["d"]], (odd_tool(rows),), rewards=sees)
+    assert seen[0][1] == {"role": "tool", "name": "odd", "content": rows}
+    assert any(f"<tool_response>\n{rows}\n</tool_response>" in prompt for _, _, prompt in source.inner.seen)
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 0
+
+
 def test_tool_that_does_not_return_is_a_failed_call(folder):
     def stuck(a: int) -> int:
         """

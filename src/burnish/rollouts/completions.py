@@ -74,6 +74,11 @@ class Completion:
     prompt: list[int] | None = None
 
 
+def with_text_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a completion for a chat template: a tool result that is a list becomes text."""
+    return [{**m, "content": str(m["content"])} if m["role"] == "tool" else dict(m) for m in messages]
+
+
 class CompletionSource(Protocol):
     """Interface of a source of completions."""
 

@@ -30,6 +30,7 @@ from burnish.losses.reward import ValueHead
 from burnish.models.options import ModelOptions
 from burnish.models.reward_files import WEIGHT, load_reward_model, load_reward_tokenizer
 from burnish.models.source import check_model_path
+from burnish.rollouts.completions import with_text_results
 
 _BATCH_SIZE = 8
 _TRIES, _TIMEOUT_S = 3, 30.0
@@ -134,7 +135,7 @@ def _conversation_texts(tokenizer: Any, name: str, pairs: Sequence[tuple[Any, An
     if not tokenizer.chat_template:
         raise UserError(_no_template(name))
     try:
-        return chat_texts(tokenizer, [Conversation([*prompt, *answer]) for prompt, answer in pairs])
+        return chat_texts(tokenizer, [Conversation([*prompt, *with_text_results(answer)]) for prompt, answer in pairs])
     except UnreadableTemplate as error:
         what = f"The chat template of the reward model {name} cannot render a completion: {error}."
         raise UserError(what, remedy="Correct the chat template.", option="reward_model") from error

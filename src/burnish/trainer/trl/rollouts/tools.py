@@ -24,7 +24,7 @@ from burnish.data.chat.truncate import EncodingOptions
 from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
 from burnish.inference.types import NoiseKey
-from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource
+from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource, with_text_results
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 from burnish.trainer.notes import logger
@@ -108,7 +108,7 @@ class ToolDialogue:
         call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
         dummy = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         before = self._ids(dummy, add_generation_prompt=False)
-        ids = self._ids([*dummy, *messages], add_generation_prompt=True)
+        ids = self._ids([*dummy, *with_text_results(messages)], add_generation_prompt=True)
         eos = self.tokenizer.eos_token_id
         if eos in before:
             before = before[: len(before) - before[::-1].index(eos)]
@@ -257,7 +257,8 @@ class ToolSource(CompletionSource):
         """Run the calls of the last turn of each completion: functions one after another, then coroutines concurrently.
 
         Returns:
-            The messages with the results of each completion, in order. A failure is a result too.
+            The messages with the results of each completion, in order. A failure is a result too. A result is text or,
+            for reward functions, a list that the tool returned.
         """
         calls = [(each, call["function"]) for each in calling for call in each.messages[-1]["tool_calls"]]
         names = [f"Tool {call['name']}" for _, call in calls]
@@ -283,18 +284,18 @@ class ToolSource(CompletionSource):
         if call["name"] not in tools:
             return ValueError(f"Tool {call['name']} not found.")
 
-        def as_text() -> Any:
-            result = tools[call["name"]](**call["arguments"])
-            return result if inspect.isawaitable(result) else str(result)
+        def result() -> Any:
+            found = tools[call["name"]](**call["arguments"])
+            return found if inspect.isawaitable(found) else _text_or_list(found)
 
         try:
-            return call_function(as_text, self.timeout_s, name)
+            return call_function(result, self.timeout_s, name)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the script's code may raise anything
             return error
 
-    def _content(self, result: Any, name: str) -> str:
+    def _content(self, result: Any, name: str) -> Any:
         """Return the content of a tool message."""
         if isinstance(result, TimeLimitReached):
             return str({"error": f"{name} has not returned for {self.timeout_s:g} s."})
@@ -303,8 +304,13 @@ class ToolSource(CompletionSource):
         return str({"error": _text_of(result)}) if isinstance(result, BaseException) else result
 
 
-async def _finish(result: Any) -> str:
-    return str(await result)
+async def _finish(result: Any) -> Any:
+    return _text_or_list(await result)
+
+
+def _text_or_list(result: Any) -> Any:
+    text = str(result)  # also of a list, whose entries may fail here
+    return result if isinstance(result, list) else text
 
 
 def _text_of(error: BaseException) -> str:
