@@ -63,8 +63,8 @@ def __getattr__(name: str) -> Any:
         if message := reexports.message_for(name):
             # ``from burnish import name`` would replace an AttributeError's message with a generic one.
             raise ImportError(message) if _is_import(sys._getframe(1)) else AttributeError(message)
-        if _is_import(sys._getframe(1)) and (message := reexports.owner_message(name)):
-            raise ImportError(message)
+        if _is_import(sys._getframe(1)):
+            raise ImportError(reexports.owner_message(name))
     raise AttributeError(f"module 'burnish' has no attribute {name!r}")
 
 

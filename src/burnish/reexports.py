@@ -2,7 +2,7 @@
 
 A script can replace ``from transformers import ...`` or ``from trl import ...`` with ``from burnish import ...``: names
 that scripts often import come from the library that owns them. Other names of these libraries, and names that no
-library has any more, get an error message.
+library has, get an error message.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "get_scheduler", "get_wsd_schedule", "pipeline", "set_seed",
     ),
     "trl": (
-        "DatasetMixtureConfig", "ModelConfig", "RichProgressCallback", "ScriptArguments", "TrlParser",
-        "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt", "get_dataset",
-        "get_peft_config", "get_quantization_config", "is_conversational", "maybe_apply_chat_template",
-        "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset", "unpair_preference_dataset",
+        "BEMACallback", "DatasetMixtureConfig", "LogCompletionsCallback", "ModelConfig", "RichProgressCallback",
+        "ScriptArguments", "TrlParser", "apply_chat_template", "clone_chat_template", "create_reference_model",
+        "extract_prompt", "get_dataset", "get_peft_config", "get_quantization_config", "is_conversational",
+        "maybe_apply_chat_template", "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset",
+        "unpair_preference_dataset",
     ),
     "peft": (
         "AutoPeftModel", "AutoPeftModelForCausalLM", "LoraConfig", "PeftConfig", "PeftModel", "PeftModelForCausalLM",
@@ -96,8 +97,9 @@ def reexport(name: str) -> Any:
 
 
 def owner_message(name: str) -> str:
-    """Return an error message with the import of a name that another library has and burnish does not re-export, or
-    "" if no library has it. Imports the libraries."""
+    """Return an error message for a name that burnish does not re-export, with its import if a library has it. Imports
+    the libraries."""
+    searched = []
     for library in OWNERS:
         try:
             found = name in dir(import_module(library))
@@ -105,7 +107,11 @@ def owner_message(name: str) -> str:
             continue
         if found:
             return f"burnish does not re-export {name}. Import it from its library: from {library} import {name}"
-    return ""
+        searched.append(library)
+    return (
+        f"cannot import name {name!r} from burnish: {' and '.join(searched)} have no such name either. It may be in a "
+        "module of one of them, or only in an earlier version."
+    )
 
 
 def message_for(name: str) -> str:
