@@ -707,6 +707,10 @@ def test_accelerator_has_public_names_of_accelerate(tmp_path):
             refused()
     names = {name for name in dir(accelerate.Accelerator) if name[0] != "_"}
     assert sorted(name for name in names if not hasattr(accelerator, name)) == []
+    states = {name for name in dir(accelerate.state.AcceleratorState) if name[0] != "_" and "select" not in name}
+    names = states | {"device", "distributed_type", "num_processes", "process_index", "parallelism_config"}
+    assert sorted(name for name in names if not hasattr(accelerator.state, name)) == []
+    assert (accelerator.state.is_main_process, accelerator.state.mixed_precision) == (True, "no")
 
 
 def test_trainer_query_methods_work(tmp_path):

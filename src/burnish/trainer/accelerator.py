@@ -28,7 +28,7 @@ from burnish.parallel.accelerate import blank_tracker
 from burnish.parallel.selection import local_rank
 from burnish.trainer.data.in_step import map_tensors
 from burnish.trainer.data.loaders import loader_of_rank
-from burnish.trainer.processes import ProcessMethods
+from burnish.trainer.processes import ProcessMethods, ProcessState
 
 
 class ParallelAccelerator(ProcessMethods):
@@ -43,7 +43,8 @@ class ParallelAccelerator(ProcessMethods):
         self.mixed_precision = mixed_precision
         # A state dict type set by a script has no effect: save_model writes a full model, checkpoints are sharded.
         plugin = SimpleNamespace(set_state_dict_type=lambda *args: None) if parallel.is_sharded else None
-        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=plugin, num_processes=parallel.world_size)
+        self.state = ProcessState(parallel.world_size, parallel.rank, local_rank(), parallel.device, None)
+        self.state.fsdp_plugin, self.state.mixed_precision = plugin, mixed_precision
         self.parallelism_config = None
         self.project_dir: str | None = None
         self.trackers: list[Any] = []  # trackers of report_to are callbacks
@@ -72,6 +73,7 @@ class ParallelAccelerator(ProcessMethods):
     multi_device = property(lambda self: self.parallel.world_size > 1)
     gradient_accumulation_steps = property(lambda self: self.gradient_state.plugin_kwargs["num_steps"])
     is_fsdp2 = property(lambda self: self.parallel.shards_weights)
+    distributed_type = property(lambda self: self.state.distributed_type)
     optimizer_step_was_skipped = property(lambda self: False)  # the loop reports skipped steps itself
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     logging_dir = property(lambda self: self.project_dir)
@@ -83,10 +85,6 @@ class ParallelAccelerator(ProcessMethods):
     torch_device_mesh = fp8_backend = None
     save_iteration = 0
     scaler = property(lambda self: getattr(self.parallel, "scaler", None))
-
-    @property
-    def distributed_type(self) -> str:
-        return "NO" if self.parallel.world_size == 1 else "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         self.parallel.backward(loss)

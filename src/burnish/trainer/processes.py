@@ -108,7 +108,8 @@ class ProcessMethods(ABC):
 
 
 class ProcessState(ProcessMethods):
-    """The processes of a run that may not have started training, with the names of accelerate's ``PartialState``.
+    """The processes of a run that may not have started training, with the names of accelerate's ``PartialState`` and
+    ``AcceleratorState``.
 
     Args:
         num_processes, process_index, local_process_index: as set by the launcher.
@@ -117,7 +118,11 @@ class ProcessState(ProcessMethods):
     """
 
     num_processes = process_index = local_process_index = 0  # set for each instance
-    initialized = True
+    initialized, fork_launched = True, False
+    mixed_precision = "no"
+    deepspeed_plugin = parallelism_config = None
+    fsdp_plugin: Any = None
+    is_fsdp2 = property(lambda self: self.fsdp_plugin is not None)
 
     def __init__(
         self, num_processes: int, process_index: int, local_process_index: int, device: torch.device,
@@ -125,6 +130,13 @@ class ProcessState(ProcessMethods):
     ) -> None:  # fmt: skip
         self.num_processes, self.process_index = num_processes, process_index
         self.local_process_index, self.device, self.backend = local_process_index, device, backend
+
+    @property
+    def distributed_type(self) -> str:
+        return "NO" if self.num_processes == 1 else "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+
+    def get_deepspeed_plugin(self, name: str) -> None:
+        """None: burnish starts DeepSpeed itself."""
 
     @property
     def default_device(self) -> torch.device:
