@@ -42,8 +42,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "BEMACallback", "DatasetMixtureConfig", "LogCompletionsCallback", "ModelConfig", "RichProgressCallback",
         "ScriptArguments", "TrlParser", "apply_chat_template", "clone_chat_template", "create_reference_model",
         "extract_prompt", "get_dataset", "get_peft_config", "get_quantization_config", "is_conversational",
-        "maybe_apply_chat_template", "maybe_extract_prompt", "maybe_unpair_preference_dataset", "pack_dataset",
-        "unpair_preference_dataset",
+        "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset", "pack_dataset", "unpair_preference_dataset",
     ),
     "peft": (
         "AutoPeftModel", "AutoPeftModelForCausalLM", "LoraConfig", "PeftConfig", "PeftModel", "PeftModelForCausalLM",
@@ -60,7 +60,20 @@ _GENERATING_TRAINER_MESSAGE = (
 UNSUPPORTED = {
     **{
         f"{method}{kind}": _GENERATING_TRAINER_MESSAGE.replace("{stage}", stage)
-        for method, stage in (("PPO", "ppo"), ("OnlineDPO", "dpo and online: true"))
+        for method, stage in (
+            ("PPO", "ppo"), ("OnlineDPO", "dpo and online: true"), ("NashMD", "dpo and online: true"),
+            ("XPO", "dpo and online: true"),
+        )
+        for kind in ("Config", "Trainer")
+    },
+    **{
+        f"{method}{kind}": f"burnish does not provide {{name}}. {remedy}"
+        for method, remedy in (
+            ("BCO", 'For pairs, use DPOTrainer with loss_type="bco_pair"; for single responses, KTOTrainer.'),
+            ("PRM", "RewardTrainer trains a reward model on entire responses."),
+            ("GKD", "It has no distillation; SFTTrainer trains on the responses of a teacher."),
+            ("Distillation", "It has no distillation; SFTTrainer trains on the responses of a teacher."),
+        )
         for kind in ("Config", "Trainer")
     },
     "DataCollatorForCompletionOnlyLM": (
