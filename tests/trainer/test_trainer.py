@@ -641,9 +641,9 @@ def test_import_of_a_name_of_another_library_is_rejected_with_the_import(name, l
 
 def test_import_of_a_name_of_no_library_is_rejected():
     with pytest.raises(
-        ImportError, match=r"cannot import name 'BCOTrainer' .*transformers.* have no such name.*version"
+        ImportError, match=r"cannot import name 'MiniLLMTrainer' .*transformers.* have no such name.*version"
     ):
-        exec("from burnish import BCOTrainer")
+        exec("from burnish import MiniLLMTrainer")
 
 
 @pytest.mark.parametrize(("name", "library"), OWNER_OF.items())
