@@ -1,5 +1,5 @@
 // @ts-check
-// Parses a subset of Markdown (CommonMark, https://spec.commonmark.org, with GitHub's tables). Does not access the DOM.
+// Parses a subset of Markdown (CommonMark 0.31, with GitHub's tables). Does not access the DOM.
 
 /**
  * @typedef {{kind: "text" | "heading", text: string}
