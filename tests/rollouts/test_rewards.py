@@ -89,6 +89,25 @@ def test_source_line_is_known_and_changed_file_changes_the_digest(folder):
     assert load_rewards(["my_rewards.py:exact"])[0].digest != before.digest
 
 
+def test_changed_file_changes_the_digest_of_a_class(folder):
+    text = "class Fixed:\n    def __call__(self, completions, **kwargs):\n        return [{}] * len(completions)\n"
+    (folder / "kinds.py").write_text(text.format(1.0))
+    (first,) = load_rewards([{"kinds.py:Fixed": {}}])
+    (folder / "kinds.py").write_text(text.format(2.0))
+    (second,) = load_rewards([{"kinds.py:Fixed": {}}])
+    assert (first.place, second.place) == ("kinds.py, line 1", "kinds.py, line 1")
+    assert first.digest != second.digest
+
+
+def test_file_of_a_reward_function_may_define_dataclasses(folder):
+    lines = [
+        "from __future__ import annotations", "from dataclasses import dataclass", "@dataclass", "class Rule:",
+        "    factor: int = 2", "def doubled(completions):", "    return [Rule().factor * len(c) for c in completions]",
+    ]  # fmt: skip
+    (folder / "rules.py").write_text("\n".join(lines))
+    assert rewards_of(["rules.py:doubled"]).values.flatten().tolist() == [4, 6, 2]
+
+
 @pytest.mark.parametrize(
     "line", ["import words", "from words import GOOD", "from parts import words", "from parts.words import GOOD"]
 )

@@ -241,9 +241,11 @@ def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and the source code of classes are looked up there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
+        del sys.modules[spec.name]
         raise _not_imported(str(name), error, path) from error
     return module
 
