@@ -198,6 +198,19 @@ def test_reward_model_without_a_chat_template_scores_texts(models, tmp_path):
     assert "rewards/policy_vhead/mean" in history(train(options))[0]
 
 
+def test_reward_model_with_the_name_of_a_function_is_logged_under_another(models, tmp_path):
+    reward = copy_model(
+        models / "policy_vhead", tmp_path / "exact", "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "functions.py").write_text(
+        "def exact(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+    )
+    options = {**user(tmp_path), "reward_model": str(reward), "max_steps": 1,
+               "reward_funcs": [f"{tmp_path}/functions.py:exact"]}  # fmt: skip
+    logged = history(train(options))[0]
+    assert {"rewards/exact/mean", "rewards/exact_2/mean"} <= logged.keys()
+
+
 @pytest.mark.parametrize("kind", ["folder", "model", "function"])
 def test_trainer_refuses_conversations_for_a_reward_model_without_chat_template(models, tmp_path, monkeypatch, kind):
     folder = copy_model(models / "scorer", tmp_path / "scorer")

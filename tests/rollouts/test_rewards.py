@@ -82,6 +82,12 @@ def test_second_function_of_same_name_is_renamed():
     assert [f.name for f in load_rewards(["my_rewards.py:exact"] * 3)] == ["exact", "exact_2", "exact_3"]
 
 
+def test_renamed_function_does_not_take_the_name_of_another(folder):
+    (folder / "more.py").write_text("def exact_2(completions):\n    return [0.0] * len(completions)\n")
+    entries = ["my_rewards.py:exact", "my_rewards.py:exact", "more.py:exact_2"]
+    assert [f.name for f in load_rewards(entries)] == ["exact", "exact_2", "exact_2_2"]
+
+
 def test_source_line_is_known_and_changed_file_changes_the_digest(folder):
     (before,) = load_rewards(["my_rewards.py:exact"])
     assert before.place == "my_rewards.py, line 4"

@@ -24,7 +24,7 @@ from burnish.rollouts.completions import SLOTS_CPU, SLOTS_GPU, SlotSource
 from burnish.rollouts.journal import CompletionsCallback, RolloutNotesCallback
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.prompts import prompts_of
-from burnish.rollouts.rewards.functions import RewardFunction
+from burnish.rollouts.rewards.functions import RewardFunction, with_unique_names
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, check_conversations, reward_model_of
 from burnish.run.plan.memory import DecoderShape
 from burnish.run.plan.options import RunOptions
@@ -52,7 +52,7 @@ def setup_completions(prepared: Prepared, model: Any, parallel: Parallel, option
         function = reward_model_function(options, parallel)
         if isinstance(function.call, RewardModel):  # one that had to be downloaded is not checked yet
             raise_if(check_conversations(function.call.tokenizer, function.name, prompts_of(prepared.sample)))
-        objective.functions.append(function)
+        objective.functions = with_unique_names([*objective.functions, function])
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
     seats = slots_of(objective, parallel.device, model.config, longest)
     objective.source = SlotSource(

@@ -14,7 +14,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -79,7 +79,6 @@ def load_rewards(
     """
     loaded: list[RewardFunction] = []
     problems: list[Problem] = []
-    names: dict[str, int] = {}
     for at, entry in enumerate(functions or []):
         try:
             call, name, place, digest = _resolve(entry, [Path.cwd(), *folders])
@@ -100,14 +99,24 @@ def load_rewards(
         if missing := missing_libraries(call, name):
             problems += missing
             continue
-        names[name] = names.get(name, 0) + 1
-        name = name if names[name] == 1 else f"{name}_{names[name]}"
         parameters, required = _parameters(call)
         weight = weights[at] if weights is not None and at < len(weights) else 1.0
         loaded.append(RewardFunction(name, call, weight, place, parameters, required, digest))
     if problems:
         raise UserError(problems)
-    return loaded
+    return with_unique_names(loaded)
+
+
+def with_unique_names(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
+    """Return the functions, each with a name of its own in the log: the second ``exact`` becomes ``exact_2``."""
+    by_name: dict[str, RewardFunction] = {}
+    for function in functions:
+        name, number = function.name, 1
+        while name in by_name:
+            number += 1
+            name = f"{function.name}_{number}"
+        by_name[name] = replace(function, name=name)
+    return list(by_name.values())
 
 
 def missing_columns(

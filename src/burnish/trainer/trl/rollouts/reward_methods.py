@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burnish.config.errors import UserError
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
-from burnish.rollouts.rewards.functions import RewardFunction, load_rewards
+from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, with_unique_names
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.trainer.trl.rollouts.attributes import RolloutAttributes
 from burnish.trainer.trl.rollouts.tools import Environments, ToolSource
@@ -49,7 +49,7 @@ class RewardMethods(RolloutAttributes):
                 "No reward source provided. Pass `reward_funcs`, or an `environment_factory` whose environment defines "
                 "a `get_reward` method."
             )
-        return functions
+        return with_unique_names(functions)
 
     def _compute_rewards(
         self, functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
