@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ import torch
 from burnish import rewards as public
 from burnish.config.errors import Problem, UserError, is_out_of_memory
 from burnish.rollouts import user_functions
-from burnish.rollouts.generation import _on_all_ranks
-from burnish.rollouts.rewards.compute import compute_rewards
+from burnish.rollouts.generation import Generator, _on_all_ranks
+from burnish.rollouts.rewards.compute import RewardError, compute_rewards
 from burnish.rollouts.rewards.functions import load_rewards, missing_columns
+from burnish.rollouts.samples import ScoredCompletion
 
 FILE = """
 import math
@@ -183,7 +185,6 @@ def test_scores_can_be_a_tensor():
         (None, "must return a list with one reward for each completion. Received: nothing."),
         ([1.0, math.inf, 0.0], "returned inf for completion 2; use None for a completion without a score."),
         ([1.0, "good", 0.0], "returned 'good' for completion 2"),
-        ([None] * 3, "No completion of step 5 has a score"),
         ([1.0, 10**400, 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, torch.ones(2), 0.0], "for completion 2; a reward must be a number or None."),
         ([1.0, "2.0", 0.0], "returned '2.0' for completion 2; a reward must be a number or None."),
@@ -543,3 +544,31 @@ def test_an_error_of_a_rank_keeps_its_type():
         _on_all_ranks(TwoRanks((1, (problem,))), lambda: 5)
     assert refused.value.problems == (problem,)
     assert _on_all_ranks(TwoRanks(), lambda: 5) == 5
+
+
+class _OtherRank:
+    """This rank of two. ``has_score`` is whether a completion of the other rank has a score."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, has_score):
+        self.has_score = has_score
+
+    def gather_objects(self, value):
+        return [value, None]
+
+    def any(self, flag):
+        return flag or self.has_score
+
+
+@pytest.mark.parametrize("has_score", [False, True])
+def test_generation_without_any_score_is_rejected_over_all_ranks(has_score):
+    functions = load_rewards([lambda completions: [None] * len(completions)])
+    options = SimpleNamespace(reward_timeout_s=5.0)
+    generator = Generator(options, None, functions, None, frozenset(), contextlib.nullcontext)
+    rows = [{"record": '{"prompt": "q", "columns": {}, "place": "a, record 1"}'}]
+    samples = [ScoredCompletion(0, at, "a, record 1", [1], [2], [1], True, text="x") for at in range(2)]
+    refuses = pytest.raises(RewardError, match="No completion of step 5 has a score: <lambda> returned None for all")
+    with contextlib.nullcontext() if has_score else refuses:
+        generator._compute_rewards(rows, 2, samples, _OtherRank(has_score), 5)
+        assert [sample.rewards for sample in samples] == [[None], [None]]

@@ -178,7 +178,8 @@ class Generator:
     def _compute_rewards(
         self, rows: Sequence[Row], count: int, samples: list[ScoredCompletion], parallel: Parallel, step: int
     ) -> RewardTable:
-        """Call the reward functions. An error on one rank is raised on all ranks."""
+        """Call the reward functions. An error on one rank, and a generation batch without any score, is raised on all
+        ranks."""
         names = [function.name for function in self.functions]
         empty = RewardTable(torch.zeros(0, len(names), dtype=torch.float64), names)
         try:
@@ -187,6 +188,10 @@ class Generator:
             )
         except UserError as error:
             raise RewardError(error.problems) from error
+        if names and not parallel.any(bool((~table.values.isnan()).any())):
+            what = f"No completion of step {step} has a score: {', '.join(names)} returned None for all of them."
+            remedy = "Return a number for at least one completion per step. None means that a function does not apply."
+            raise RewardError(what, remedy=remedy, option="reward_funcs")
         for sample, values in zip(samples, table.values.tolist(), strict=True):
             sample.rewards = [None if value != value else value for value in values]
         for name, values in table.extra.items():

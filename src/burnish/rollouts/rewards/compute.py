@@ -1,7 +1,7 @@
 """Call the reward functions of a run on the completions of a generation batch.
 
 Functions get prompts, completions, ids and columns with one value per completion. The result is a ``RewardTable``. A
-wrong number of scores, an infinite score, an exception, a timeout, and a generation batch without any score are errors.
+wrong number of scores, an infinite score, an exception and a timeout are errors.
 """
 
 # C completions, K reward functions
@@ -122,14 +122,6 @@ def compute_rewards(
     for (at, function), scores in zip(waiting.items(), job.run_coroutines(list(waiting.values())), strict=True):
         table.values[:, at] = job.as_tensor(function, scores)
         table.seconds[function.name] = time.monotonic() - start
-    if functions and completions and bool(table.values.isnan().all()):
-        names = ", ".join(function.name for function in functions)
-        what = f"No completion of step {step} has a score: {names} returned None for all {len(completions)} of them."
-        raise UserError(
-            what,
-            remedy="Return a number for at least one completion per step. None means that a function does not apply.",
-            option="reward_funcs",
-        )
     return table
 
 
