@@ -1,10 +1,12 @@
-"""Parquet files of completions in the format of TRL's trainers."""
+"""Files of completions: parquet in the format of TRL's trainers, and ``completions.jsonl``."""
 
+import json
 from types import SimpleNamespace
 
 from pyarrow import parquet
 
 from burnish.loop.state import TrainerControl, TrainerState
+from burnish.rollouts.journal import CompletionsCallback
 from burnish.rollouts.samples import ScoredCompletion
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback
 
@@ -27,3 +29,12 @@ def test_each_log_has_a_table_of_the_newest_generation(tmp_path, capsys):
          "advantage": at - 3.5} for at in (3, 4)
     ]  # fmt: skip
     assert "Completions for step 10" in capsys.readouterr().out
+
+
+def test_resumed_run_keeps_the_complete_lines_up_to_its_step(tmp_path):
+    lines = [json.dumps({"step": step, "completion": text}, ensure_ascii=False)
+             for step, text in ((1, "a\u2028b\x85c"), (2, "d"), (3, "e"))]  # fmt: skip
+    path = tmp_path / "completions.jsonl"
+    path.write_bytes("\n".join([*lines, '{"step": 2, "completion": "é']).encode()[:-1])  # killed within a character
+    CompletionsCallback(None, tmp_path).on_train_begin(None, TrainerState(global_step=2), TrainerControl())
+    assert path.read_text(encoding="utf-8") == f"{lines[0]}\n{lines[1]}\n"

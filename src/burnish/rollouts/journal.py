@@ -59,7 +59,8 @@ class CompletionsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.path is None or not state.is_world_process_zero:
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        # Split at \n only: a completion may contain other line separators. The last line may be incomplete.
+        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n") if self.path.is_file() else []
         lines = [line for line in lines if _step_of(line) <= state.global_step] if state.global_step else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.path, "".join(f"{line}\n" for line in lines))
