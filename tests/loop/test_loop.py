@@ -1,13 +1,15 @@
 """The training loop: definition of a step, order of events, and handling of control flags."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from burnish.config.errors import NonFiniteError
 from burnish.loop.events import TrainerCallback
-from regression_run import Regression, make_run, rows, same, weights
+from burnish.loop.types import Sum
+from regression_run import Regression, RegressionObjective, make_run, rows, same, weights
 
 
 class Recorder(TrainerCallback):
@@ -94,6 +96,25 @@ def test_evaluation_is_mean_over_items_for_any_batch_size(tmp_path):
         run.train()
         results.append(run.state.log_history[-2]["eval_loss"])
     assert results == pytest.approx([results[0]] * 4, rel=1e-6)
+
+
+class CountingObjective(RegressionObjective):
+    """Has a metric with the name of a count of the evaluation."""
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return replace(found, sums={"num_items": Sum(torch.tensor(30.0), torch.tensor(10.0))})
+
+
+def test_metric_named_like_a_count_does_not_change_the_loss_of_an_evaluation(tmp_path):
+    logs = []
+    for objective in (RegressionObjective(), CountingObjective()):
+        folder = tmp_path / type(objective).__name__
+        run, _ = make_run(folder, objective=objective, eval_rows=11, max_steps=2, eval_strategy="steps")
+        run.train()
+        logs.append(run.state.log_history[-2])
+    assert logs[0]["eval_loss"] == logs[1]["eval_loss"]
+    assert logs[1]["eval_num_items"] == 3.0
 
 
 def test_evaluation_does_not_change_weights(tmp_path):

@@ -223,23 +223,23 @@ class EvalSums:
 
     def __init__(self) -> None:
         self.metrics = Metrics()
+        self.num_items = torch.zeros(())
         self.num_batches = 0
 
     def add(self, loss: Loss, num_items: Tensor) -> None:
-        self.metrics.add({"loss": loss.total.float(), "num_items": num_items.float(), **loss.sums})
+        self.metrics.add({"loss": loss.total.float(), **loss.sums})
+        self.num_items = self.num_items.to(num_items.device) + num_items.float()
         self.num_batches += 1
 
     def means(self, parallel: Parallel) -> dict[str, float]:
         """Divide each sum by the items of the whole set, or by its own count. One device read."""
         if not self.num_batches:
             return {}
-        over_ranks = parallel.sum(torch.stack(self.metrics.addends(torch.float32)))
+        over_ranks = parallel.sum(torch.stack([self.num_items, *self.metrics.addends(torch.float32)]))
         extremes = self.metrics.extremes(parallel, torch.float32)
-        numbers = torch.cat([over_ranks, torch.stack([*extremes, over_ranks[1]])]).tolist()
-        addends, (*ends, num_items) = numbers[: len(over_ranks)], numbers[len(over_ranks) :]
-        means = self.metrics.means(addends, ends, num_items or 1.0, parallel.world_size)
-        del means["num_items"]
-        return means
+        num_items, *numbers = torch.cat([over_ranks, *(end[None] for end in extremes)]).tolist()
+        addends, ends = numbers[: len(over_ranks) - 1], numbers[len(over_ranks) - 1 :]
+        return self.metrics.means(addends, ends, num_items or 1.0, parallel.world_size)
 
 
 class Clock:
