@@ -14,6 +14,8 @@ BOTH = [
     ({"temperature": -1}, '"temperature" must be at least 0. Received: -1'),
     ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
      "6 × 2 = 12 completions per generation batch are not a multiple of num_generations 8.\n  Nearest: 8, 16."),
+    ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 3,
+      "num_iterations": 2}, "A generation batch of 3 micro-batches does not fit into steps of"),
     ({"loss_type": "cispo"}, "loss_type cispo requires epsilon_high, the maximum probability ratio."),
     ({"loss_type": "grop"}, 'Received: "grop". Did you mean "grpo"?'),
     ({"beta": -0.1}, '"beta" must be at least 0. Received: -0.1.'),

@@ -296,9 +296,9 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
     else:
         steps = options.steps_per_generation or options.gradient_accumulation_steps
     accumulated = options.gradient_accumulation_steps
-    if accumulated % steps and (steps * options.num_iterations) % accumulated:
+    if accumulated % steps and steps % accumulated:
         what = (
-            f"A generation batch of {steps} micro-batches, trained on {options.num_iterations} times, does not fit "
+            f"A generation batch of {steps} micro-batches does not fit "
             f"into steps of gradient_accumulation_steps {accumulated}: one must be a multiple of the other."
         )
         found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
