@@ -164,6 +164,15 @@ def test_reward_model_reads_a_tool_result_that_is_a_list_as_text(models):
     assert model([prompt], [completion]) == model([prompt], [as_text])
 
 
+def test_texts_and_conversations_are_scored_in_one_call(models):
+    model = reward_model_of(str(models / "scorer"))
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    prompts = ["What?", [{"role": "user", "content": "Which rows?"}], "Who?"]
+    completions = [" That.", [{"role": "assistant", "content": "The first."}], " They."]
+    each = [model([prompt], [answer])[0] for prompt, answer in zip(prompts, completions, strict=True)]
+    assert model(prompts, completions) == pytest.approx(each, abs=1e-6)
+
+
 def test_conversations_require_a_chat_template(models):
     model = reward_model_of(str(models / "scorer"))
     model.tokenizer.chat_template = None

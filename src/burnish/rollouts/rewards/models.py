@@ -77,10 +77,11 @@ class RewardModel:
         return scores
 
     def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
+        """Return each prompt with its completion: texts joined, messages rendered by the chat template."""
         pairs = list(zip(prompts, completions, strict=True))
-        if all(isinstance(completion, str) for completion in completions):
-            return [f"{prompt}{completion}" for prompt, completion in pairs]
-        return _conversation_texts(self.tokenizer, self.__name__, pairs)
+        conversations = [pair for pair in pairs if not isinstance(pair[1], str)]
+        rendered = iter(_conversation_texts(self.tokenizer, self.__name__, conversations) if conversations else ())
+        return [f"{prompt}{answer}" if isinstance(answer, str) else next(rendered) for prompt, answer in pairs]
 
     @torch.no_grad()
     def _scores(self, ids: Sequence[Sequence[int]]) -> Tensor:
