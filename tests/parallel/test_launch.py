@@ -171,7 +171,8 @@ def test_failed_run_is_restarted_from_its_checkpoint_with_max_restarts(program, 
     assert launch([str(tmp_path), "overwrite_output_dir=true"], {**options, "max_restarts": RawValue("2")}) == 0
     first, second = map(json.loads, (tmp_path / "attempts1").read_text().splitlines())
     assert first == ["overwrite_output_dir=true"]
-    assert second == [*first, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
+    resume = ["--overwrite_output_dir", "false", "--resume", "auto", "--resume_from_checkpoint", "true"]
+    assert second == [*first, *resume]
     assert "Restarting (attempt 1 of 2)." in capfd.readouterr().err
     assert with_resume(["a"], str(tmp_path / "nothing")) == ["a"]
 

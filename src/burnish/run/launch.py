@@ -117,7 +117,7 @@ def with_resume(argv: Sequence[str], output_dir: str | None) -> list[str]:
     saved = Path(output_dir).glob("checkpoint-*/manifest.json") if output_dir else ()
     if not any(saved):
         return list(argv)
-    return [*argv, "--overwrite_output_dir", "false", "--resume_from_checkpoint", "true"]
+    return [*argv, "--overwrite_output_dir", "false", "--resume", "auto", "--resume_from_checkpoint", "true"]
 
 
 @dataclass(frozen=True)
