@@ -301,6 +301,18 @@ def test_nested_state_round_trip_is_bitwise_equal():
     assert list(restored["state"]) == [0, 7]
 
 
+@pytest.mark.parametrize("keys", [("a.b", "a", "b"), (0, "0", None)])
+def test_tensors_with_equal_paths_are_kept_apart(keys):
+    first, second, inner = keys
+    state = {first: torch.zeros(2), second: torch.ones(2) if inner is None else {inner: torch.ones(2)}, "a.b_": {}}
+    tensors, data = split(state)
+    restored = join(tensors, json.loads(json.dumps(data)))
+    assert restored.keys() == state.keys()
+    other = restored[second] if inner is None else restored[second][inner]
+    assert other.tolist() == [1, 1]
+    assert restored[first].tolist() == [0, 0]
+
+
 def test_state_that_requires_pickle_is_rejected():
     with pytest.raises(TypeError, match=r"parts\.curve contains an object of type function"):
         split({"parts": {"curve": lambda step: step}})

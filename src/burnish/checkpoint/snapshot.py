@@ -48,6 +48,8 @@ class _Splitter:
     def without_tensors(self, value: Any, path: str) -> Any:
         """Return ``value`` as JSON data in which the paths of tensors replace them."""
         if isinstance(value, Tensor | LocalShard):
+            while path in self.tensors:  # keys with a dot, and numbers beside their text, can give equal paths
+                path += "_"
             place = self.first_at.setdefault(_tensor_key(value) or path, path)
             if place == path:
                 is_large = self.leave_large and value.nbytes > LARGE_BYTES
