@@ -10,6 +10,7 @@ from test_rollout_runs import train, user
 
 from burnish.inference.sampling import DrawSettings, draw_logps
 from burnish.inference.types import NoiseKey, Sampling
+from burnish.rollouts.advantages import advantages
 from burnish.rollouts.metrics import as_metrics, with_counts
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.samples import ScoredCompletion
@@ -157,3 +158,10 @@ def test_large_rewards_that_differ_by_1_have_different_advantages():
     metrics = RolloutObjective.set_advantages(objective, samples)
     assert [sample.advantage for sample in samples] == [-0.5, 0.5, -0.5, 0.5]
     assert metrics["rewards/large/mean"] == 2.0**24 + 0.5
+
+
+def test_equal_rewards_of_rloo_have_an_advantage_of_exactly_0():
+    rewards = torch.tensor([[0.1], [0.1], [0.1], [0.1], [0.2], [0.1]])
+    found = advantages(rewards.double(), [1.0], torch.tensor([0, 0, 0, 1, 1, 1]), Options(), leave_one_out=True)
+    assert found.values[:3].tolist() == [0, 0, 0]
+    assert found.values[3:].tolist() == pytest.approx([-0.05, 0.1, -0.05])

@@ -117,11 +117,12 @@ def _scale(r: Tensor, groups: Tensor, scale: bool | str) -> Tensor:
 
 
 def _leave_one_out(r: Tensor, groups: Tensor) -> Tensor:
-    """Return (C,) r minus the mean of the other scored completions of the group; 0 if there is no other."""
+    """Return (C,) r minus the mean of the other scored completions of the group, exactly 0 if there is no other or all
+    are equal."""
     sums, counts = _group_sums(r, groups)
     others = (counts - 1)[groups]
     values = r - (sums[groups] - r.nan_to_num(0.0)) / others.clamp(min=1)
-    return torch.where((others > 0) | r.isnan(), values, 0.0)
+    return torch.where(_has_different_values(r, groups)[groups] | r.isnan(), values, 0.0)
 
 
 def _standardize(values: Tensor) -> Tensor:
