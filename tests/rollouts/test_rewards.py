@@ -489,6 +489,8 @@ def test_built_in_rewards_accept_texts_and_messages(wrap):
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     options = ['{"a": 1}', '{"a": true}', '{"b": 1}', "no", "[1]"]
     assert public.get_json_schema_reward(schema)([wrap(text) for text in options]) == [1, 0, 0, 0, 0]
+    number = public.get_json_schema_reward({"type": "number"})
+    assert number([wrap(text) for text in ("1.5", "NaN", "-Infinity")]) == [1, 0, 0]
 
 
 def test_length_rewards_match_their_formulas():

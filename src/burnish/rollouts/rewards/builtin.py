@@ -248,9 +248,13 @@ class JsonSchemaReward:
 
     def _holds(self, text: str) -> bool:
         try:
-            return _matches_schema(json.loads(text), self.schema)
+            return _matches_schema(json.loads(text, parse_constant=_refuse_constant), self.schema)
         except (ValueError, RecursionError):
             return False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
