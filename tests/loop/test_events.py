@@ -1,5 +1,7 @@
 """Callbacks: burnish's own, and transformers' unchanged."""
 
+import math
+
 import pytest
 
 from burnish.config.registry import Registry
@@ -100,6 +102,7 @@ def test_listeners_are_callbacks_that_override_the_event():
 def test_interval_below_one_is_a_fraction_of_all_steps():
     assert [steps_of(v, 171, 500) for v in (0.1, 5, None, 0.5)] == [18, 5, 500, 86]
     assert len(check_intervals(IntervalOptions(logging_steps=2.5))) == 1
+    assert len(check_intervals(IntervalOptions(save_steps=math.inf, eval_steps=math.inf))) == 2
 
 
 def test_trainer_state_file_is_compatible_with_transformers(tmp_path):

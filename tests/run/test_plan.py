@@ -52,6 +52,13 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     assert 'run.yaml, line 9: burnish does not support "fp8".' in together
 
 
+@pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps", "warmup_steps"])
+def test_infinite_number_of_steps_is_rejected(name: str, tmp_path: Path) -> None:
+    (problem,) = plan_errors(tmp_path, **{name: "inf"})
+    assert f'"{name}" must be' in problem
+    assert "inf" in problem
+
+
 def test_problems_have_at_most_four_lines(tmp_path: Path) -> None:
     for problem in plan_errors(tmp_path, eval_strategy="steps", save_strategy="epoch", load_best_model_at_end="true"):
         assert len(problem.splitlines()) <= 4

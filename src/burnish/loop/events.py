@@ -69,7 +69,7 @@ def check_intervals(options: IntervalOptions) -> list[Problem]:
             option=name,
         )
         for name in ("logging_steps", "eval_steps", "save_steps")
-        if (value := getattr(options, name)) is not None and value > 1 and value != int(value)
+        if (value := getattr(options, name)) is not None and value > 1 and value % 1 != 0
     ]
 
 

@@ -43,7 +43,7 @@ class LRScheduleOptions:
         None, "Arguments of the learning rate schedule, such as num_cycles or min_lr."
     )
     warmup_steps: float = option(
-        0, "Number of linear warmup steps. Below 1: a fraction of all steps.", unit="steps", ge=0
+        0, "Number of linear warmup steps. Below 1: a fraction of all steps.", unit="steps", ge=0, lt=math.inf
     )
     warmup_ratio: float = option(
         0.0, "Fraction of all steps used for warmup. warmup_steps takes precedence.", ge=0, le=1
