@@ -76,6 +76,11 @@ def test_reward_entries_of_every_type_are_called_with_named_arguments():
     assert table.values.T.tolist() == [[1, 0, 1], [1, 1, 1], [4, 6, 2], [1, 0, 1], [4, 9, 1], [-0.5, -1, 0]]
 
 
+def test_column_does_not_replace_an_argument_of_the_entry():
+    table = rewards_of([{"my_rewards.py:powered": {"power": 2}}], columns={"power": [3, 3, 3]})
+    assert table.values.flatten().tolist() == [4, 9, 1]
+
+
 def test_function_of_a_package_is_found_by_its_path():
     assert load_rewards(["burnish.rewards.think_format_reward"])[0].call is public.think_format_reward
 

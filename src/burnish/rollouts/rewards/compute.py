@@ -222,10 +222,15 @@ class _RewardCall:
         return number
 
     def _arguments_of(self, function: RewardFunction) -> dict[str, Any]:
-        """Return a copy of the arguments of a function, so that changes do not affect other functions or the log."""
-        known = function.parameters
+        """Return a copy of the arguments of a function, so that changes do not affect other functions or the log. A
+        column does not replace an argument that is fixed in ``reward_funcs``."""
+        known, fixed = function.parameters, function.fixed
         arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
-        return {name: _copy_value(value) for name, value in arguments.items() if known is None or name in known}
+        return {
+            name: _copy_value(value)
+            for name, value in arguments.items()
+            if name not in fixed and (known is None or name in known)
+        }
 
     def _call_error(self, function: RewardFunction, error: BaseException) -> UserError:
         frames = traceback.extract_tb(error.__traceback__)

@@ -59,6 +59,11 @@ class RewardFunction:
     digest: str = ""
 
     @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Arguments of each call that are given in ``reward_funcs``."""
+        return self.call.keywords if isinstance(self.call, partial) else {}
+
+    @property
     def is_async(self) -> bool:
         function = self.call.func if isinstance(self.call, partial) else self.call
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
