@@ -27,7 +27,10 @@ from burnish.report.options import repository_name
 from burnish.run.plan.options import RunOptions
 from burnish.utils.files import remove
 
-_RESUME_FILES = ("optimizer", "scheduler", "rng_state", "stream", "meter", "manifest")
+_RESUME_FILES = (
+    "optimizer", "scheduler", "rng_state", "loader_rng", "stream", "meter", "scaler", "spikes", "reference",
+    "bco_baseline", "rollout", "controllers", "kl_coefficient", "scores", "manifest",
+)  # fmt: skip
 """Beginnings of the files of a checkpoint that are only needed to resume."""
 _COPY = f"{TEMPORARY}upload-"
 """Beginning of the names of folders in ``output_dir`` with the files of a checkpoint that is being uploaded."""
