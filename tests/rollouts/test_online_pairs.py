@@ -71,7 +71,12 @@ def test_prompts_with_equal_rewards_give_no_pair(finished_run, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"num_generations": 1}, "at least 2"), ({"reward_funcs": None}, "needs a reward")]
+    ("options", "message"),
+    [
+        ({"num_generations": 1}, "at least 2"),
+        ({"num_generations_eval": 1}, '"num_generations_eval" must be at least 2'),
+        ({"reward_funcs": None}, "needs a reward"),
+    ],
 )
 def test_unsupported_options_are_rejected(finished_run, tmp_path, options, message):
     folder, _ = finished_run

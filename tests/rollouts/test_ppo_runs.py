@@ -131,8 +131,10 @@ def test_unfinished_completion_is_penalized(finished_run, tmp_path):
 
 def test_options_of_other_losses_without_effect_are_reported(finished_run, tmp_path, capsys):
     folder, _ = finished_run
-    train(user(folder, num_iterations=2, scale_rewards="batch", max_steps=1, output_dir=str(tmp_path / "out")))
+    options = {"num_iterations": 2, "scale_rewards": "batch", "num_generations_eval": 2, "max_steps": 1}
+    train(user(folder, **options, output_dir=str(tmp_path / "out")))
     output = capsys.readouterr()
+    assert "num_generations_eval" not in output.out + output.err  # evaluations use it
     for name in ("num_iterations", "scale_rewards"):
         assert f'"{name}" has no effect: stage is ppo.' in output.out + output.err
 

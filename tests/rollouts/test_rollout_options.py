@@ -149,6 +149,8 @@ def test_contradictory_rollout_options_are_rejected(tmp_path, options, message):
     [
         ({"loss_type": "sapo", "delta": 1.5}, '"delta" has no effect: loss_type is sapo.'),
         ({"stage": "rloo", "loss_type": "grpo"}, '"loss_type" has no effect: stage is rloo.'),
+        ({"stage": "rloo", "entropy_target": 0.3}, '"entropy_target" has no effect: stage is rloo.'),
+        ({"stage": "rloo", "vespo_k_pos": 3.0}, '"vespo_k_pos" has no effect: stage is rloo.'),
         ({"vllm_mode": "colocate"}, '"vllm_mode"'),
         ({"learning_rate": 1e-4, "finetuning_type": "full"}, "is high for reinforcement learning"),
         ({"stage": "sft", "num_generations": 4}, '"num_generations" has no effect: stage is sft.'),

@@ -191,13 +191,15 @@ _SFT_ONLY_OPTIONS = (
 )  # fmt: skip
 _RLOO_OPTIONS = ("normalize_advantages", "reward_clip_range")
 _GROUP_OPTIONS = (
-    "num_generations_eval", "num_iterations", "generation_batch_size", "steps_per_generation", "epsilon",
+    "num_iterations", "generation_batch_size", "steps_per_generation", "epsilon",
     "epsilon_high", "drop_zero_variance_groups",
 )  # fmt: skip
 _GRPO_OPTIONS = (
     "rl_loss_type", "delta", "importance_sampling_level", "multi_objective_aggregation", "scale_rewards",
     "use_bias_correction_kl", "off_policy_mask_threshold", "top_entropy_quantile", "entropy_coef",
-    "use_adaptive_entropy", "rl_preset",
+    "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "rl_preset",
+    "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos",
+    "vespo_lambda_neg",
 )  # fmt: skip
 
 
@@ -272,6 +274,9 @@ def _check_num_generations(options: RolloutStageChoices) -> list[Problem]:
         expected = "1" if least == 1 else f"at least {least}"
         what = f'"num_generations" must be {expected} with stage: {options.stage}. Received: {count}.'
         return [Problem(what, option="num_generations")]
+    if options.num_generations_eval is not None and options.num_generations_eval < least:
+        what = f'"num_generations_eval" must be at least {least} with stage: {options.stage}. '
+        return [Problem(f"{what}Received: {options.num_generations_eval}.", option="num_generations_eval")]
     return []
 
 
