@@ -141,6 +141,19 @@ def test_folder_saved_by_datasets_is_read():
     assert answers(load(dataset="data/saved").train) == [0, 1, 2, 3]
 
 
+def test_cache_files_in_a_folder_saved_by_datasets_are_not_read():
+    datasets.Dataset.from_list(records_of(0, 4)).save_to_disk("data/saved")
+    datasets.load_from_disk("data/saved").map(lambda record: {"instruction": record["instruction"] + "!"})
+    assert len(list(Path("data/saved").glob("*.arrow"))) == 2
+    assert answers(load(dataset="data/saved").train) == [0, 1, 2, 3]
+
+
+def test_missing_file_of_a_folder_saved_by_datasets_is_rejected():
+    datasets.Dataset.from_list(records_of(0, 4)).save_to_disk("data/saved", num_shards=2)
+    Path("data/saved/data-00001-of-00002.arrow").unlink()
+    assert 'data-00001-of-00002.arrow" does not exist' in load_error(dataset="data/saved")
+
+
 def test_example_knows_its_file_and_record():
     write_data("a.json", records_of(0, 3))
     write(Path("data/dataset_info.json"), {"mine": {"file_name": "a.json"}})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import Problem, UserError, first_line
+from burnish.config.options import raise_if
 from burnish.data.reading.json_files import (
     BOM,
     NotAnObject,
@@ -29,6 +30,7 @@ from burnish.data.reading.json_files import (
     text_lines,
 )
 from burnish.utils.files import check_below_roots, special_file_kind
+from burnish.utils.json_files import read_object
 
 _CSV_FIELD = 2**31 - 1
 _IGNORED_FILE_PREFIXES = (".", "LICENSE", "README", "dataset_info", "dataset_dict")
@@ -90,7 +92,7 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [_checked_data_file(path)]
     if (path / "state.json").is_file() and any(path.glob("*.arrow")):  # written by datasets' save_to_disk
-        return sorted(path.glob("*.arrow"))
+        return _saved_files(path)
     inside = sorted(
         file for file in path.iterdir() if file.is_file() and not file.name.startswith(_IGNORED_FILE_PREFIXES)
     )
@@ -104,6 +106,14 @@ def _files_of(path: Path) -> list[Path]:
         listed = ", ".join(f"{suffix} ({suffixes.count(suffix)})" for suffix in sorted(set(suffixes)))
         what = f'expected all files in the folder "{path}" to have the same type. Received: {listed}.'
         raise UserError(what, remedy="Use a separate folder for each type, or the path of one file.")
+    return files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a dataset saved by the datasets library, without the cache files that its ``map`` adds."""
+    listed = read_object(folder / "state.json", needs=[("_data_files", list)])["_data_files"]
+    files = [folder / Path(str(each.get("filename"))).name for each in listed if isinstance(each, dict)]
+    raise_if([missing_file(file) for file in files if not file.is_file()])
     return files
 
 
