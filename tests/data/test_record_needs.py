@@ -91,6 +91,14 @@ def test_format_can_define_its_own_record_type(tmp_path, monkeypatch):
         examples(tmp_path, rows, RecordNeeds())
 
 
+@pytest.mark.parametrize("margin", ["NaN", "1e400", "-1e400", f"1{'0' * 400}", "true"])
+def test_margin_that_is_no_finite_number_is_rejected(tmp_path, margin):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"prompt": "Hi", "chosen": "Hello", "rejected": "No", "margin": {margin}}}')
+    with pytest.raises(UserError, match='"margin" must be a finite number'):
+        load_datasets(DataOptions(dataset=[str(file)]), 0, DataStats(), needs=RecordNeeds("pairs", stage="rm"))
+
+
 @pytest.mark.parametrize("kind", ["pairs", "unpaired"])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_pairs_without_prompt_begin_with_it(tmp_path, kind, streaming):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import Values
@@ -148,8 +149,8 @@ def _margin(record: Record) -> float | None:
     value = record.value("margin")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a number.', received=shorten_value(value))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= float_info.max:
+        raise BadRecord(f'"{record.layout.columns["margin"]}" must be a finite number.', received=shorten_value(value))
     return float(value)
 
 
