@@ -91,6 +91,13 @@ def test_format_can_define_its_own_record_type(tmp_path, monkeypatch):
         examples(tmp_path, rows, RecordNeeds())
 
 
+@pytest.mark.parametrize("prompt", ["Hi", [{"role": "user", "content": "Hi"}]])
+def test_columns_without_a_required_part_are_rejected(tmp_path, prompt):
+    message = '"columns" must contain "response" for the format prompt_completion'
+    with pytest.raises(UserError, match=message):
+        examples(tmp_path, [{"q": prompt}], RecordNeeds(), formatting="prompt_completion", columns={"prompt": "q"})
+
+
 @pytest.mark.parametrize("margin", ["NaN", "1e400", "-1e400", f"1{'0' * 400}", "true"])
 def test_margin_that_is_no_finite_number_is_rejected(tmp_path, margin):
     file = tmp_path / "rows.jsonl"

@@ -159,9 +159,15 @@ class Record:
             raise BadRecord(f'the column "{column}" is missing. Found: {list_columns(self.values)}.')
         return self.values.get(column)
 
+    def column(self, part: str) -> str:
+        """Return the column of a required part. Raises BadRecord if the user's "columns" do not name it."""
+        if part not in self.layout.columns:
+            raise BadRecord(f'"columns" must contain "{part}" for the format {self.layout.format}.')
+        return self.layout.columns[part]
+
     def text(self, part: str) -> str:
         """Return the text of a required part."""
-        return as_text(self.value(part), self.layout.columns[part])
+        return as_text(self.value(part), self.column(part))
 
     def text_or_none(self, part: str) -> str | None:
         """Return the text of a part that may be null."""
@@ -185,8 +191,7 @@ class Record:
         """Return the messages of a conversation as they are in the file. Raises BadRecord if the part is not one."""
         value, turns = self.value(part), self.turns_or_none(part)
         if turns is None:
-            column = self.layout.columns[part]
-            raise BadRecord(f'"{column}" must be a list of messages.', received=shorten_value(value))
+            raise BadRecord(f'"{self.column(part)}" must be a list of messages.', received=shorten_value(value))
         return turns
 
 

@@ -45,7 +45,7 @@ def conversation(record: Record, messages: Sequence[Message]) -> Example:
 
 def messages_of(record: Record, part: str) -> list[Message]:
     """Return the messages in the column of ``part``."""
-    column = record.layout.columns[part]
+    column = record.column(part)
     return [message_of(record.layout, turn, f"{column}[{place}]") for place, turn in enumerate(record.turns(part))]
 
 
