@@ -120,6 +120,14 @@ def test_other_split_of_a_file_is_rejected(split):
     assert 'the "split" of a local file must be train, or a part of it.' in load_error(dataset="a")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_split_without_records_is_rejected(streaming):
+    write_data("a.json", records_of(0, 4))
+    write(Path("data/dataset_info.json"), {"a": {"file_name": "a.json", "split": "train[:1%]"}})
+    with pytest.raises(UserError, match="the dataset contains no records"):
+        load_datasets(data_options(dataset="a", streaming=streaming), 0, DataStats(), may_stream=streaming)
+
+
 def test_text_is_split_into_lines_as_in_datasets():
     text = "one\r\ntwo\n\n three\x0bthree\u2028three \rfour\n"
     write_data("a.txt", text.encode())

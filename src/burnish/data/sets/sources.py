@@ -245,10 +245,9 @@ class _Loading:
         return list(unpair(examples))
 
     def _streamed_set(self, source: DataSource, files: Sequence[Table]) -> ListedExamples | StreamedSet:
-        total = sum(map(len, files))
-        if not total:
+        chosen = _rows_of_split(source, sum(map(len, files)))
+        if not chosen:
             return self._examples(source)  # raises an error
-        chosen = _rows_of_split(source, total)
         if source.num_samples is not None:
             chosen = [chosen[at] for at in sample_rows(len(chosen), source.num_samples, self.generator)]
         found = StreamedSet(files, chosen[: self.options.max_samples], Layout("", {}))
