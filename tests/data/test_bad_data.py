@@ -541,7 +541,8 @@ def test_conversation_with_one_empty_answer_is_kept_and_counted():
 def test_split_that_leaves_no_records_is_rejected():
     path = write_data("a.json", RECORDS)
     assert "holds out 24 of 24 examples" in load_error(dataset=path, val_size=0.9999)
-    assert "integer number of examples" in load_error(dataset=path, val_size=2.5)
+    for val_size in (2.5, float("inf")):
+        assert "integer number of examples" in load_error(dataset=path, val_size=val_size)
     assert "val_size and eval_dataset" in load_error(dataset=path, eval_dataset=path, val_size=0.1)
 
 
@@ -551,6 +552,12 @@ def test_interleave_probs_must_match_number_of_datasets():
     message = load_error(dataset=[path, path], interleave_probs="0.5,0.4,0.3", mix_strategy="interleave_under")
     assert "Received: 3 for 2" in message
     assert "sum 1.2" in message
+
+
+def test_interleave_probs_may_be_rounded():
+    path, thirds = write_data("a.json", RECORDS), [0.3333333] * 3
+    sets = load(dataset=[path] * 3, interleave_probs=thirds, mix_strategy="interleave_once")
+    assert len(sets.train) == 3 * len(RECORDS)
 
 
 def test_missing_dataset_option_is_reported():

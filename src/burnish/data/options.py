@@ -102,7 +102,7 @@ def _check_val_size(options: DataOptions) -> list[Problem]:
         return [
             Problem("val_size and eval_dataset cannot be combined.", remedy=remedy, option=("val_size", "eval_dataset"))
         ]
-    if options.val_size > 1 and options.val_size != int(options.val_size):
+    if options.val_size > 1 and options.val_size % 1:  # NaN for infinity
         return [
             Problem(
                 f"val_size must be a fraction below 1 or an integer number of examples. Received: {options.val_size}.",

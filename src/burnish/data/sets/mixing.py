@@ -67,8 +67,10 @@ def _draws(probabilities: Sequence[float], seed: int) -> Iterator[int]:
     import numpy
 
     generator = numpy.random.default_rng(seed)
+    # numpy requires a sum closer to 1 than that of three times 0.3333333.
+    normalized = [probability / sum(probabilities) for probability in probabilities]
     while True:
-        yield from generator.choice(len(probabilities), size=_BLOCK, p=list(probabilities)).tolist()
+        yield from generator.choice(len(probabilities), size=_BLOCK, p=normalized).tolist()
 
 
 def split_rows(num_rows: int, val_size: float, seed: int) -> tuple[list[int], list[int]]:
