@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -118,6 +119,13 @@ def test_every_row_is_in_exactly_one_pack_within_capacity():
 def test_row_goes_to_the_pack_with_least_remaining_space():
     # 6 and 5 open two packs of 10; 4 fits both and fills the first; 5 then fills the second.
     assert pack_best_fit([5, 6, 4, 5], 10) == [[1, 2], [0, 3]]
+
+
+def test_memory_of_packing_does_not_grow_with_the_capacity():
+    tracemalloc.start()
+    assert pack_best_fit([5, 6, 4], 10**9) == [[1, 0, 2]]
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
 
 
 def test_best_fit_is_close_to_minimum_number_of_packs():

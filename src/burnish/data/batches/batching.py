@@ -13,7 +13,7 @@ are split into their rows again. (LLaMA-Factory's plain ``packing`` allows atten
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -327,8 +327,8 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         Indices into ``lengths``, one list per pack. The order depends on the lengths only.
     """
     packs: list[list[int]] = []
-    # Free room -> packs with that room, oldest first.
-    with_room: list[deque[int]] = [deque() for _ in range(capacity + 1)]
+    capacity = min(capacity, sum(lengths))  # a larger one needs more memory for the same packs
+    with_room: defaultdict[int, deque[int]] = defaultdict(deque)  # free room -> packs with that room, oldest first
     rooms = 0  # bit r is set if a pack has r free tokens
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True):
         length = lengths[index]
