@@ -97,6 +97,16 @@ def test_text_that_is_no_call_is_not_parsed_as_one(tool_format: str, text: str) 
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
+def test_endless_brackets_raise_no_error(tool_format: str) -> None:
+    text, reader = TOOL_FORMATS[tool_format].write([Call("f", {"a": "x"})]), TOOL_FORMATS[tool_format].reader
+    brackets = "[" * 100_000
+    for deep in (brackets, text.replace('"x"', brackets), text.replace("x", brackets), f"{text[:-20]}{brackets}"):
+        reader.read(deep, {})
+    for opening in reader.openings_for({"f": {}}):
+        reader.read(f"{opening}{brackets}{reader.closing}", {})
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.names())
 def test_start_of_a_call_is_detected(tool_format: str) -> None:
     calls = [Call("get_weather", {"city": "x"})]
     text, reader = TOOL_FORMATS[tool_format].write(calls).strip(), TOOL_FORMATS[tool_format].reader

@@ -19,6 +19,8 @@ from typing import Any, Final, TypeAlias
 
 ToolSchemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Function name -> JSON schema of its parameters."""
+_NOT_JSON = (ValueError, RecursionError)
+"""Errors for text that is not JSON, or that is nested too deeply."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def _json_calls(text: str, key: str = "arguments") -> list[Call] | None:
     """Parse one JSON object with a name and arguments, or a list of them."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except _NOT_JSON:
         return None
     return _as_calls(value if isinstance(value, list) else [value], key)
 
@@ -89,7 +91,7 @@ def _lines_of_json(text: str) -> list[Call] | None:
     while at < len(text):
         try:
             value, at = decoder.raw_decode(text, at)
-        except ValueError:
+        except _NOT_JSON:
             return None
         values.append(value)
         at += len(text[at:]) - len(text[at:].lstrip())
@@ -106,7 +108,7 @@ def read_action(text: str, offered: ToolSchemas) -> list[Call] | None:
             return None
         try:
             arguments, at = decoder.raw_decode(text, found.end())
-        except ValueError:
+        except _NOT_JSON:
             return None
         calls.append(Call(found[1], arguments))
     return calls or None
@@ -117,7 +119,7 @@ def read_named_line(text: str, offered: ToolSchemas) -> list[Call] | None:
     name, line_break, arguments = text.strip().partition("\n")
     try:
         return [Call(name.strip(), json.loads(arguments))] if line_break and name.strip() else None
-    except ValueError:
+    except _NOT_JSON:
         return None
 
 
@@ -157,7 +159,7 @@ def _value(text: str, schema: Mapping[str, Any] | None, key: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except _NOT_JSON:
         return text
     return text if isinstance(value, str) else value
 
@@ -194,7 +196,7 @@ def _lfm2_arguments(text: str, at: int) -> tuple[dict[str, Any], int | None]:
         quoted = _LFM2_TEXT.match(text, key.end())
         try:
             value, at = (quoted[1], quoted.end()) if quoted else json.JSONDecoder().raw_decode(text, key.end())
-        except ValueError:
+        except _NOT_JSON:
             return {}, None
         arguments[key[1]] = value
         at += len(text[at:]) - len(text[at:].lstrip(", "))
@@ -273,7 +275,7 @@ class _Gemma4:
 def _gemma4(text: str) -> list[Call] | None:
     try:
         return [_Gemma4(text).call()]
-    except ValueError:
+    except _NOT_JSON:
         return None
 
 
