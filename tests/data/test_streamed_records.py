@@ -25,6 +25,7 @@ FILES = {
     "lines": "\n".join(LINES),
     "a trailing line end": "\n".join(LINES) + "\n",
     "blank lines and Windows line ends": "\r\n \r\n".join(LINES) + "\r\n\r\n",
+    "lines with blanks of Unicode": "\n\u3000\n \x1c\n".join(LINES) + "\n\u00a0",
     "a byte order mark": "\ufeff" + "\n".join(LINES),
     "a list": "[" + ", ".join(LINES) + "]",
     "a list on several lines": json.dumps([json.loads(line) for line in LINES], indent=2) + "\n\n",

@@ -182,7 +182,8 @@ def _line_places(file: BinaryIO) -> tuple[array[int], array[int]]:
         begin, end = end, end + len(line)
         if begin == 0 and line.startswith(BOM):
             begin, line = len(BOM), line.removeprefix(BOM)
-        if not line.isspace() and line:
+        # Blank in the sense of ``str``, as for ``read_records``; an object is never decoded here.
+        if line.startswith(b"{") or line.decode("utf-8", "replace").strip():
             begins.append(begin)
             ends.append(end)
     return begins, ends
