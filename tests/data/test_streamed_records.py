@@ -129,6 +129,13 @@ def test_streamed_datasets_have_the_same_examples_as_loaded_ones(tmp_path, optio
     assert streamed.notes == loaded.notes
 
 
+def test_held_out_records_are_counted_once_when_streaming(tmp_path):
+    path, stats = write(tmp_path / "a.jsonl", [alpaca_record(n, f"{n} <image>") for n in range(7)]), DataStats()
+    options = data_options(streaming=True, dataset=[str(path)], val_size=3)
+    load_datasets(options, 7, stats, may_stream=True)
+    assert stats.count("kept: <image> is tokenized as plain text") == 3
+
+
 def test_invalid_record_is_reported_when_it_is_read(tmp_path):
     path = write(tmp_path / "a.jsonl", [alpaca_record(number, 5 if number == 30 else "yes") for number in range(40)])
     train = load_streamed(dataset=str(path)).train

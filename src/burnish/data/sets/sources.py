@@ -110,7 +110,8 @@ def load_datasets(
         sets.eval[""] = _merge(list(others.values()), options, seed)
     on_empty_target = None if needs.kind in ("prompts", "any") else options.on_empty_target
     sets.train = sets.train.drop_unanswered(on_empty_target, stats)
-    sets.eval = {name: examples.drop_unanswered(on_empty_target, stats) for name, examples in sets.eval.items()}
+    if not (is_streamed and options.val_size):  # held-out streamed examples were checked when they were loaded
+        sets.eval = {name: examples.drop_unanswered(on_empty_target, stats) for name, examples in sets.eval.items()}
     if needs.kind == "unpaired":
         if adds_kl_responses and not is_streamed:
             sets.train = ListedExamples(with_other_answers(sets.train))
