@@ -503,7 +503,7 @@ def test_invalid_record_is_reported_by_number_or_dropped(rows, message, folder, 
             "KTO requires desirable and undesirable ones",
         ),
         ("KTOTrainer", [{**row, "label": "perhaps"} for row in labelled_examples()], '"label" must be true or false'),
-        ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a number'),
+        ("RewardTrainer", [{**row, "margin": "far"} for row in pairs()], '"margin" must be a finite number'),
     ],
 )
 def test_dataset_of_another_type_is_rejected(kind, rows, message, folder, tmp_path):

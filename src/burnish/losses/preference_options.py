@@ -110,8 +110,8 @@ class PairOptions(DpoFields):
         None, "Weights of several preference losses. Default: 1 each.", aliases=("loss_weights",)
     )
     dpo_label_smoothing: float = option(
-        0.0, "Assumed fraction of pairs with swapped labels; for sigmoid, robust, exo_pair and aot.", ge=0,
-        lt=0.5, aliases=("label_smoothing",),
+        0.0, "Assumed fraction of pairs with swapped labels; for sigmoid, robust, exo_pair, aot, aot_unpaired, dpop, "
+        "simpo and cpo.", ge=0, lt=0.5, aliases=("label_smoothing",),
     )  # fmt: skip
     pref_bco_weight: float = option(0.0, "Weight of an additional BCO loss.", ge=0)
     simpo_gamma: float = option(0.5, "Target reward margin of SimPO.", ge=0)
@@ -220,10 +220,10 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
             )
         )
     smoothing = options.dpo_label_smoothing
-    if smoothing and not any(loss.smooths_labels for loss in losses):
+    if smoothing and losses and not any(loss.smooths_labels for loss in losses):
+        known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.smooths_labels)
         what = OptionText(
-            '"{dpo_label_smoothing}" applies to sigmoid, robust, exo_pair and aot only. Received: {pref_loss} {}.',
-            names[0],
+            '"{dpo_label_smoothing}" applies to {} only. Received: {pref_loss} {}.', known, ", ".join(names)
         )
         problems.append(
             Problem(
