@@ -129,6 +129,14 @@ def test_sharegpt_from_and_value_become_template_roles(tmp_path):
     assert rows[0]["input_ids"] == expected
 
 
+def test_further_keys_of_sharegpt_messages_reach_the_template(tmp_path):
+    own = tokenizer()
+    own.chat_template = "{{ messages[1].mood }} " + own.chat_template
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho", "mood": "calm"}]
+    rows = make(tmp_path, [{"conversations": turns}], trainer={"processing_class": own}).train_dataset
+    assert text_of(rows[0]["input_ids"]).startswith("calm")
+
+
 def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):
     own = tokenizer()
     own.chat_template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }} " + own.chat_template

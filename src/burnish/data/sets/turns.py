@@ -78,7 +78,8 @@ def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     exists. ShareGPT's "from" and "value" become "role" and "content".
     """
     if "from" in turn and "role" not in turn:
-        turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turn = {"role": _SHAREGPT_ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **others}
     raw = {key: value for key, value in turn.items() if value is not None or key == "content"}
     content = raw.get("content")
     if content is None and not any(value for key, value in raw.items() if key not in ("role", "content")):
