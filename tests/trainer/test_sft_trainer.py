@@ -137,6 +137,13 @@ def test_further_keys_of_sharegpt_messages_reach_the_template(tmp_path):
     assert text_of(rows[0]["input_ids"]).startswith("calm")
 
 
+def test_messages_are_read_beside_a_prompt_without_completion(tmp_path):
+    rows = [make(tmp_path, [{"messages": chat("Hi", "Ho"), **more}]).train_dataset for more in ({}, {"prompt": "Hi"})]
+    assert rows[0][0]["input_ids"] == rows[1][0]["input_ids"]
+    with pytest.raises(ValueError, match="Expected the columns"):
+        make(tmp_path, [{"prompt": "Hi"}])
+
+
 def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):
     own = tokenizer()
     own.chat_template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }} " + own.chat_template

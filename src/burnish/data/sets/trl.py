@@ -67,7 +67,7 @@ def trl_layout(
         named, columns = "preference", {"chosen": "chosen", "rejected": "rejected"}
     elif kind == "unpaired":
         named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion", "kto_tag": "label"}
-    elif "prompt" in sample:
+    elif "prompt" in sample and (messages is None or "completion" in sample):
         named, columns = "prompt_completion", {"prompt": "prompt", "response": "completion"}
     else:
         named, columns = ("text", {"text": text_field}) if messages is None else ("openai", {"messages": messages})
