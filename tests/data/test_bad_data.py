@@ -358,6 +358,7 @@ def test_tags_among_the_columns_are_to_be_moved():
         ({"file_name": ""}, '"file_name" must be a string'),
         ({"file_name": "a.json", "columns": 5}, '"columns" must be an object'),
         ({"file_name": "a.json", "columns": {"prompt": 5}}, '"prompt" in "columns" must be a string'),
+        ({"file_name": "a.json", "columns": {"user": "q"}, "tags": ["a"]}, '"tags" must be an object'),
         ({"file_name": "a.json", "tags": {"role_tag": ["from"]}}, '"role_tag" in "tags" must be a string'),
         ({"file_name": "a.json", "formatting": 5}, '"formatting" must be a string'),
         ({"file_name": "a.json", "split": 5}, '"split" must be a string'),

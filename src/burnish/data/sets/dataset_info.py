@@ -165,7 +165,8 @@ def _unused_keys(entry: Info) -> list[str]:
 def _unused_columns(entry: Info) -> list[str]:
     """Keys of "columns" that LLaMA-Factory ignores: of columns that training does not use, and tags with the values
     that apply anyway."""
-    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    columns, tags = entry.get("columns") or {}, entry.get("tags")
+    tags = tags if isinstance(tags, Mapping) else {}  # another value is reported as a problem
     unused = []
     for part in (part for part in map(str, columns) if part not in _COLUMNS):
         tag = f"{part}_tag"

@@ -204,7 +204,7 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
     """Return the example of a record of token ids. The template reads its columns from ``extra``."""
     extra = {name: values[name] for name in layout.columns if values.get(name) is not None}
     label: Any = extra.get("label")
-    label = _LABELS.get(label, label)
+    label = _LABELS.get(label, label) if isinstance(label, str | int | float) else label
     if label not in (None, True, False):
         bad.append(
             (Record(values, source, number, layout), BadRecord('"label" must be true or false.', received=str(label)))
