@@ -1,15 +1,17 @@
 """Rows longer than cutoff_len: what is removed, what remains, and how it is reported."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from burnish.config.errors import UserError
 from burnish.data.chat.choose import configure_tokenizer, load_template
+from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.chat.truncate import infer_seqlen
 from burnish.data.stats import DataStats
-from burnish.loop.types import Example, Message, as_lists
+from burnish.loop.types import IGNORE_INDEX, Example, Message, as_lists
 from template_cases import CALL, WEATHER, byte_tokenizer, template_options
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "truncation_packing_pretrain.json"
@@ -28,6 +30,23 @@ def encode(template, *messages, **options):
     stats = DataStats()
     row = template.encode([Example(messages, source="d.json", number=7, **options)], stats)[0]
     return row, dict(stats.records)
+
+
+def test_prompts_of_pairs_are_not_kept_after_an_error():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = PlainTemplate(PlainOptions(20, "keep_start", on_too_long="raise"), tokenizer)
+
+    def example(prompt, answer):
+        question = Message("user", prompt, train=False)
+        return Example(messages=(question, *answer), source="a", number=1)
+
+    answers = [(Message("assistant", text),) for text in ("x" * 30, "y")]
+    pair = replace(example("Hello", ()), chosen=answers[0], rejected=answers[1])
+    with pytest.raises(UserError, match="more than cutoff_len"):
+        template.encode_pairs([pair], DataStats())
+    (row,) = template.encode([example("Hey", answers[1])], DataStats())
+    assert row["labels"] == [*[IGNORE_INDEX] * 3, *tokenizer.encode("y", add_special_tokens=False)]
 
 
 def test_turn_lengths_are_shared_as_in_llamafactory():

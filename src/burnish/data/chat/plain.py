@@ -112,9 +112,10 @@ class PlainTemplate(ConversationEncoder):
     def encode_pairs(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         if not any("chosen_ids" in example.extra for example in examples):
             self._prompt_cache = {}  # prompts of this batch, shared by both responses
-            rows = super().encode_pairs(examples, stats)
-            self._prompt_cache = None
-            return rows
+            try:
+                return super().encode_pairs(examples, stats)
+            finally:
+                self._prompt_cache = None
         chosen, rejected = (
             [_turn_from_token_ids(one.extra, f"{side}_ids") for one in examples] for side in ("chosen", "rejected")
         )
