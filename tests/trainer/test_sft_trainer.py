@@ -157,6 +157,11 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(tmp_path):
     assert tokenizer().decode(made[1]["input_ids"]).startswith("none loud")
 
 
+def test_tools_that_are_not_json_are_rejected_with_their_record(tmp_path):
+    with pytest.raises(UserError, match=r"record 1: The tools are not valid JSON"):
+        make(tmp_path, [{"messages": chat("Hi", "Ho"), "tools": "[{"}])
+
+
 def test_template_arguments_of_a_row_affect_assistant_masks(tmp_path):
     own = tokenizer()
     own.chat_template = (

@@ -40,6 +40,7 @@ from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.in_rows import Marks, images_in, shift_positions
+from burnish.data.reading.json_files import parse_json
 from burnish.data.stats import DataStats, keep_reason
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
@@ -376,7 +377,10 @@ def _conversation(example: Example) -> Conversation:
     """Return the input of the chat template: messages, tools, and the record's own variables."""
     chat = [dict(m.raw or {"role": m.role, "content": m.text}) for m in example.messages]
     own = example.extra.get("chat_template_kwargs") or {}
-    tools = json.loads(example.tools) if example.tools else None
+    try:
+        tools = parse_json(example.tools) if example.tools else None
+    except json.JSONDecodeError as error:
+        raise UserError(f"The tools are not valid JSON: {error.msg}.", where=example.place) from error
     return Conversation(chat, tools or None, variables={n: value for n, value in own.items() if value is not None})
 
 
