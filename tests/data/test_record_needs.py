@@ -11,6 +11,7 @@ from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.preferences import with_other_answers
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
+from burnish.data.sets.trl import examples_of, trl_layout
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 
@@ -96,6 +97,12 @@ def test_columns_without_a_required_part_are_rejected(tmp_path, prompt):
     message = '"columns" must contain "response" for the format prompt_completion'
     with pytest.raises(UserError, match=message):
         examples(tmp_path, [{"q": prompt}], RecordNeeds(), formatting="prompt_completion", columns={"prompt": "q"})
+
+
+def test_label_of_token_ids_that_is_a_list_is_rejected():
+    values = {"prompt_ids": [1], "completion_ids": [2], "label": [True]}
+    with pytest.raises(UserError, match='"label" must be true or false'):
+        examples_of([(values, "set", 1)], trl_layout("unpaired", values), DataStats(), "raise")
 
 
 @pytest.mark.parametrize("margin", ["NaN", "1e400", "-1e400", f"1{'0' * 400}", "true"])

@@ -1,4 +1,4 @@
 """Batches: rows -> micro-batches (padding-free, padded or packed), in an order that depends on (seed, epoch) only.
 
-Begin with ``stream.py``, then ``batching.py``.
+Begin with ``loader.py``, then ``batching.py``.
 """
