@@ -57,8 +57,7 @@ class RowsWithReference(RowsOver):
     def batches(self, objective: UsesReference, size: int) -> Iterator[Batch]:
         """Yield every batch that ``fill`` evaluates, on the CPU."""
         for part in self._parts(size):
-            rows: Any = [self.rows[number] for number in part if self.rows[number] is not None]
-            if rows:
+            if rows := [row for row in self.rows.__getitems__(part) if row is not None]:
                 yield objective.collate(rows)
 
     def _parts(self, size: int) -> list[range]:
@@ -71,10 +70,9 @@ class RowsWithReference(RowsOver):
         with progress("Reference", len(self)) as advance:
             for at in range(-(-len(parts) // parallel.world_size)):
                 part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
-                there = [number for number in part if self.rows[number] is not None]
-                rows: Any = [self.rows[number] for number in there]
-                columns = objective.reference_columns(module, rows, parallel) if rows else {}
-                found += [(there, columns)] if at < len(mine) and rows else []
+                rows = {n: row for n, row in zip(part, self.rows.__getitems__(part), strict=True) if row is not None}
+                columns = objective.reference_columns(module, list(rows.values()), parallel) if rows else {}
+                found += [(list(rows), columns)] if at < len(mine) and rows else []
                 advance(len(part) * parallel.world_size)
         for there, columns in chain.from_iterable(parallel.gather_objects(found)):
             for name, values in columns.items():
