@@ -202,11 +202,8 @@ class StreamedExamples(Examples):
         on_empty_target: str = "drop", adds_kl_responses: bool = False,
     ) -> None:  # fmt: skip
         self.sets, self.order = sets, order
-        self.on_bad_record, self.on_empty_target, self.adds_kl_responses = (
-            on_bad_record,
-            on_empty_target,
-            adds_kl_responses,
-        )
+        self.on_bad_record, self.on_empty_target = on_bad_record, on_empty_target
+        self.adds_kl_responses = adds_kl_responses
 
     def __len__(self) -> int:
         return len(self.order)

@@ -206,8 +206,8 @@ def _recognize_layout(records: Sequence[Values], where: str, source: DataSource,
             raise UserError(
                 what, where=where, remedy=f"Set formatting to one of them, for example formatting: {next(iter(claims))}"
             )
-        for name, columns in claims.items():
-            return _with_optional(name, columns, source.tags, records, needs)
+        if claims:
+            return _with_optional(*next(iter(claims.items())), source.tags, records, needs)
     if source.formatting is not None:
         layout = named_layout(source.formatting, None, source.tags)
         _check(layout, records, where, needs, is_explicit=False)
