@@ -38,7 +38,7 @@ Tools: TypeAlias = "list[Any] | None"
 _CONVERSATIONS_PER_CALL = 64
 """Number of conversations rendered in one request."""
 NO_CALLS = "the chat template does not support tool calls"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Renderer:
 
     def _parts(self, chat: Chat, tools: Tools) -> tuple[Sequence[Part], bool]:
         """Return the parts of a conversation to render, and whether to read its generation marks."""
-        if _GENERATION.search(self._template(tools)):
+        if GENERATION_MARK.search(self._template(tools)):
             return (WHOLE,), True
         places = _answers(chat)
         return [WHOLE, *chain.from_iterable(((place, True), (place + 1, False)) for place in places)], False

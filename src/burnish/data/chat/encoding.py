@@ -19,6 +19,7 @@ from typing import Any
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenate_ids, masked_labels
 from burnish.data.chat.preferences import (
     IMAGE_TRUNCATED,
+    TOO_LONG,
     pair_rows,
     unpaired_rows,
     with_answer,
@@ -31,7 +32,6 @@ from burnish.data.stats import DataStats, RecordReason, drop_reason, truncation_
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
 NOTHING_TO_LEARN = drop_reason("no trainable tokens")
-TOO_LONG = drop_reason("longer than cutoff_len", is_length=True)
 SHORTENED = truncation_reason("messages shortened to cutoff_len")
 LEFT_OUT = truncation_reason("turns beyond cutoff_len were removed")
 IMAGES_TOO_LONG = drop_reason("the images alone exceed cutoff_len; set a lower image_max_pixels", is_length=True)

@@ -12,7 +12,6 @@ response are tokenized separately, as TRL does; image control tokens in user tex
 from __future__ import annotations
 
 import json
-import re
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from burnish.config.errors import UserError
-from burnish.data.chat.answers import Rendered, Renderer, common_start
+from burnish.data.chat.answers import GENERATION_MARK, Rendered, Renderer, common_start
 from burnish.data.chat.encoding import ConversationEncoder
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, masked_labels
 from burnish.data.chat.preferences import pair_rows, unpaired_rows
@@ -51,7 +50,6 @@ RETOKENIZED_PROMPT = keep_reason(
     "token that differs"
 )
 KL_IDS = "KL_completion_ids"
-_GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NEVER_END_TOKENS = tuple(
     form for word in (*TemplateSpec.thought_words, *TemplateSpec.tool_call_words) for form in (word, word.strip())
 )
@@ -99,7 +97,7 @@ class PlainTemplate(ConversationEncoder):
         self.encoder = Encoder(tokenizer, controls=() if family is None else family.controls)
         template = tokenizer.chat_template
         self._templates = dict(template) if isinstance(template, dict) else {"default": template or ""}
-        self._is_marked = any(_GENERATION_MARKER.search(text) for text in self._templates.values())
+        self._is_marked = any(GENERATION_MARK.search(text) for text in self._templates.values())
         self._renderers: dict[str, Renderer] = {}
         self._prompt_cache: dict[tuple[str, int], Ids] | None = None
 
