@@ -140,18 +140,10 @@ class PreferenceChoices(PairLossChoices, ReferenceOptions):
 def check_preferences(options: PreferenceChoices) -> list[Problem]:
     """Report options that contradict each other or require rows of another stage."""
     if not _trains_on_preferences(options.stage):
-        has_dft = "dft" in options.pref_loss
-        return (
-            [
-                Problem(
-                    '"loss_type" must be a preference loss. Received: dft.',
-                    remedy=SFT_LOSSES["dft"],
-                    option="pref_loss",
-                )
-            ]
-            if has_dft
-            else []
-        )
+        if "dft" not in options.pref_loss:
+            return []
+        what = '"loss_type" must be a preference loss. Received: dft.'
+        return [Problem(what, remedy=SFT_LOSSES["dft"], option="pref_loss")]
     problems = [_sft_only_problem(name) for name in _SFT_ONLY_OPTIONS if getattr(options, name)]
     if options.packing:
         problems.append(
@@ -173,24 +165,21 @@ def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:
     """Report precomputed reference values that would become invalid. ``streams``: rows are encoded on demand."""
     if not options.precompute_ref_log_probs:
         return []
-    moves = (
-        '"precompute_ref_log_probs" computes the reference log-probabilities once, but "sync_ref_model" '
-        "updates the reference model."
-    )
-    never = (
-        '"precompute_ref_log_probs" requires all examples before the first step, but "streaming" loads them '
-        "during training."
-    )
-    found = (
-        [Problem(moves, remedy="Remove one of them.", option=("precompute_ref_log_probs", "sync_ref_model"))]
-        if options.sync_ref_model
-        else []
-    )
-    return (
-        [*found, Problem(never, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming"))]
-        if streams
-        else found
-    )
+    problems = []
+    if options.sync_ref_model:
+        what = (
+            '"precompute_ref_log_probs" computes the reference log-probabilities once, but "sync_ref_model" updates '
+            "the reference model."
+        )
+        both = ("precompute_ref_log_probs", "sync_ref_model")
+        problems.append(Problem(what, remedy="Remove one of them.", option=both))
+    if streams:
+        what = (
+            '"precompute_ref_log_probs" requires all examples before the first step, but "streaming" loads them '
+            "during training."
+        )
+        problems.append(Problem(what, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming")))
+    return problems
 
 
 def _sft_only_problem(name: str) -> Problem:
