@@ -129,10 +129,10 @@ class SequenceModel(WrappedModel):
         count = len(batch["lengths"])
         logps = tokens.logps * batch["factors"] if "factors" in batch else tokens.logps
         return SequenceValues(
-            logps, _sums(logps, owner, count), _sums(tokens.correct, owner, count),
-            _sums(tokens.entropy.detach(), owner, count),
-            _sums(tokens.sum_squared_probs, owner, count), _sums(mean_logits, owner, count), aux, tokens.entropy,
-            values,
+            logps, owner_sums(logps, owner, count), owner_sums(tokens.correct, owner, count),
+            owner_sums(tokens.entropy.detach(), owner, count),
+            owner_sums(tokens.sum_squared_probs, owner, count), owner_sums(mean_logits, owner, count),
+            aux, tokens.entropy, values,
         )  # fmt: skip
 
     def _in_chunks(
@@ -174,6 +174,6 @@ def mean_row(head: Head | None, parallel: Parallel) -> Tensor | None:
     return head.linear.weight.detach().mean(0, dtype=torch.float32)
 
 
-def _sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
+def owner_sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
     """(S,) the sum of ``values`` (N,) over each sequence."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, owner, values)

@@ -27,6 +27,7 @@ from torch import Tensor
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Loss, Metric, Sum
 from burnish.losses.rollouts.options import CLIPPED_LOSSES, RolloutLossOptions
+from burnish.losses.sequence_logps import owner_sums
 
 BATCH_KEYS = frozenset(
     {
@@ -102,7 +103,7 @@ class RolloutLoss:
     def token_weights(self, mask: Tensor, owner: Tensor, num_completions: int) -> Tensor:
         """Return (N,) the weight of each token in the sum, from ``token_mask`` (N,) and ``owner`` (N,)."""
         if self.name in _LOSSES_WITH_COMPLETION_MEANS:
-            return mask / _sums(mask, owner, num_completions).clamp(min=1)[owner]
+            return mask / owner_sums(mask, owner, num_completions).clamp(min=1)[owner]
         return mask / self.options.max_completion_length if self.name == "dr_grpo" else mask
 
     def num_items(self, batch: Batch) -> Tensor:
@@ -189,7 +190,7 @@ class RolloutLoss:
     def _of_completions(self, tokens: _Tokens, batch: Batch) -> Tensor:
         """Return () the sum of RLOO's losses: one clipped ratio per completion, 1 for a completion without trained
         tokens."""
-        log_ratio = _sums(tokens.log_ratio * tokens.mask, tokens.owner, len(tokens.lengths))
+        log_ratio = owner_sums(tokens.log_ratio * tokens.mask, tokens.owner, len(tokens.lengths))
         ratio, advantages = log_ratio.exp(), tokens.advantages
         clipped = ratio.clamp(1 - self.options.epsilon, 1 + self.epsilon_high)
         losses: Tensor = torch.minimum(ratio * advantages, clipped * advantages) * batch["items"]
@@ -198,10 +199,10 @@ class RolloutLoss:
     def _tokens(self, logps: Tensor, batch: Batch) -> _Tokens:
         mask, owner, advantages = batch["token_mask"], batch["owner"], batch["advantages"].to(logps.dtype)
         log_ratio = logps - batch.get("old_logps", logps.detach())
-        lengths = _sums(mask, owner, len(advantages))
+        lengths = owner_sums(mask, owner, len(advantages))
         log_weight = log_ratio
         if self.is_per_completion:
-            sums = _sums(log_ratio * mask, owner, len(advantages))
+            sums = owner_sums(log_ratio * mask, owner, len(advantages))
             log_weight = (sums if self.name == "rloo" else sums / lengths.clamp(min=1))[owner]
         advantage = batch["token_advantages"].to(logps.dtype) if "token_advantages" in batch else advantages[owner]
         return _Tokens(logps, log_ratio, log_weight.exp(), advantage, mask, owner, lengths, advantages)
@@ -231,14 +232,14 @@ class RolloutLoss:
         clipped = tokens.log_ratio.detach().clamp(-_MOST_LOG, _MOST_LOG) * tokens.mask
         k = torch.where(is_good, options.vespo_k_pos, options.vespo_k_neg)
         decay = torch.where(is_good, options.vespo_lambda_pos, options.vespo_lambda_neg)
-        return vespo_factors(_sums(clipped, tokens.owner, len(is_good)), k, decay)
+        return vespo_factors(owner_sums(clipped, tokens.owner, len(is_good)), k, decay)
 
     def _off_policy_mask(self, tokens: _Tokens, batch: Batch) -> Tensor:
         """Return (N,) 0 for tokens of a completion with A < 0 whose mean log-ratio to the sampling distribution is too
         large, else 1."""
         most, drawn = self.options.off_policy_mask_threshold, batch.get("sampler_logps")
         away = -tokens.log_ratio.detach() if drawn is None else drawn - tokens.logps.detach()
-        mean = _sums(away * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+        mean = owner_sums(away * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
         is_near: Tensor = (tokens.advantages >= 0) | (mean <= (math.inf if most is None else most))
         each: Tensor = is_near.to(away.dtype)[tokens.owner]
         return each
@@ -265,7 +266,7 @@ class RolloutLoss:
         }
         counts = (tokens.lengths > 0).sum().float()
         for name, clipped, reduction in (("low_min", low, "min"), ("high_max", high, "max")):
-            shares = _sums(clipped * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+            shares = owner_sums(clipped * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
             shares = shares[tokens.lengths > 0] if len(shares) else shares
             extreme = (shares.amin() if reduction == "min" else shares.amax()) if len(shares) else counts
             found[f"clip_ratio/{name}"] = Sum(extreme.detach(), counts, reduction)  # type: ignore[arg-type]
@@ -276,7 +277,7 @@ class RolloutLoss:
         if not self.is_per_completion:
             return _mean_of_tokens(values, tokens.mask)
         has_tokens = (tokens.lengths > 0).float()
-        shares = _sums(values * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
+        shares = owner_sums(values * tokens.mask, tokens.owner, len(tokens.lengths)) / tokens.lengths.clamp(min=1)
         return Sum(shares.detach().sum(), has_tokens.sum())
 
 
@@ -380,8 +381,3 @@ def _bonus_mask(batch: Batch) -> Tensor:
 
 def _mean_of_tokens(values: Tensor, mask: Tensor) -> Sum:
     return Sum(torch.where(mask > 0, values.detach() * mask, 0).sum(), mask.sum())
-
-
-def _sums(values: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Return (S,) the sum of ``values`` (N,) over each completion."""
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, owner, values)
