@@ -57,14 +57,12 @@ class RewardTable:
         names: names of the K functions.
         extra: column -> a value per completion, from ``log_extra``.
         metrics: name -> values, from ``log_metric``.
-        seconds: function -> duration of its call; coroutines ran concurrently.
     """
 
     values: Tensor
     names: list[str]
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
         """Return values for the log: mean and standard deviation of the scores of each function, the number of missing
@@ -115,13 +113,9 @@ def compute_rewards(
         if function.is_async:
             waiting[at] = function
         else:
-            start = time.monotonic()
             table.values[:, at] = job.as_tensor(function, job.call(function))
-            table.seconds[function.name] = time.monotonic() - start
-    start = time.monotonic()
     for (at, function), scores in zip(waiting.items(), job.run_coroutines(list(waiting.values())), strict=True):
         table.values[:, at] = job.as_tensor(function, scores)
-        table.seconds[function.name] = time.monotonic() - start
     return table
 
 
