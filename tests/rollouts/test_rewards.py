@@ -461,7 +461,18 @@ def test_extra_columns_and_metrics_are_kept():
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "loss", "kl", "rewards/named/mean", "completions/mean_length", "time/generate", "step_time"]
+    "name",
+    [
+        "reward",
+        "loss",
+        "kl",
+        "rewards/named/mean",
+        "completions/mean_length",
+        "time/generate",
+        "step_time",
+        "runtime",
+        "skipped_steps",
+    ],
 )
 def test_log_metric_rejects_names_of_the_log(name):
     def named(completions, log_metric, **_):

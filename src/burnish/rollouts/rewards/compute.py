@@ -25,6 +25,7 @@ from torch import Tensor
 
 import burnish
 from burnish.config.errors import UserError, first_line
+from burnish.loop.state import RATES
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 
@@ -37,7 +38,8 @@ _RESERVED_METRICS = frozenset(
         "loss", "reward", "reward_std", "frac_reward_zero_std", "frac_groups_dropped", "kl", "kl_coef", "entropy",
         "entropy_coef", "policy_loss", "aux_loss", "cispo_clip_ratio", "vespo/phi_seq_mean", "grad_norm",
         "learning_rate", "epoch", "step", "step_time", "num_tokens", "sampling/logp_difference", "total_flos",
-        "tools/call_frequency", "tools/failure_frequency",
+        "tools/call_frequency", "tools/failure_frequency", "waiting", "skipped_steps", "num_input_tokens_seen",
+        *RATES,
     }
 )  # fmt: skip
 _RESERVED_PREFIXES = ("completions/", "clip_ratio/", "time/", "ppo/", "objective/", "pass@")
