@@ -165,6 +165,8 @@ def test_unwritable_path_is_reported(tmp_path, capsys):
     assert "a different output_dir" in text
     data_error = PermissionError(errno.EACCES, "Permission denied", "data/train.json")
     assert '"data/train.json" cannot be opened' in explained_failure(capsys, data_error, tmp_path)[1]
+    beside = PermissionError(errno.EACCES, "Permission denied", f"{tmp_path}_data/train.json")
+    assert 'train.json" cannot be opened' in explained_failure(capsys, beside, tmp_path)[1]
 
 
 def test_error_number_is_read_from_os_and_rust_errors():

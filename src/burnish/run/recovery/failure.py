@@ -153,12 +153,16 @@ _PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 def _not_permitted(error: BaseException, output_dir: str | None) -> Problem:
     file = getattr(error, "filename", None)
-    is_ours = output_dir is not None and (file is None or str(file).startswith(str(output_dir)))
+    is_ours = output_dir is not None and (file is None or _is_within(str(file), output_dir))
     return Problem(
         f"{_place(error, output_dir)} cannot be {'written' if is_ours else 'opened'}: {_reason(error)}.",
         why=newest_checkpoint_message(output_dir) if is_ours else "",
         remedy="Change its permissions, or set a different output_dir." if is_ours else "Change its permissions.",
     )
+
+
+def _is_within(file: str, folder: str) -> bool:
+    return Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
 
 
 def _place(error: BaseException, output_dir: str | None) -> str:
