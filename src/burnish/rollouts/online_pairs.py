@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from burnish.checkpoint.parts import Part, Stateful
-from burnish.inference.types import EVALUATION, NoiseKey
 from burnish.kernels.probe import Capabilities
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.protocols import Parallel
@@ -29,8 +28,8 @@ from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions, needs_reference
 from burnish.losses.responses import AnswersObjective
 from burnish.models.generate import GenerationOptions
-from burnish.rollouts.generation import length_metrics, metrics_of, reward_metrics, weighted_rewards
-from burnish.rollouts.metrics import Counted, as_metrics, with_counts
+from burnish.rollouts.generation import reward_metrics, weighted_rewards
+from burnish.rollouts.metrics import Counted, as_metrics
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.prompts import ObjectiveChoices
@@ -172,12 +171,6 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return replace(loss, sums={**loss.sums, **as_metrics(numbers, loss.total.device)})
 
     def iter_eval(self, module: nn.Module, batches: Iterable[Batch], parallel: Parallel) -> Iterator[Batch]:
-        rows = [row for batch in batches for row in real_rows(batch)]
-        count, key = self.count(is_eval=True), NoiseKey(self.choices.seed, EVALUATION)
-        own, table, _ = self.generator(module, parallel).samples(rows, count, key, parallel, 0, is_eval=True)
-        found = parallel.gather_objects((own, table.metrics))
-        every = sorted((sample for samples, _ in found for sample in samples), key=lambda s: (s.row, s.number))
-        metrics = self.set_advantages(every, is_eval=True) | metrics_of([logged for _, logged in found])
-        numbers = with_counts(metrics | length_metrics(every), every, table.names, count)
-        for batch in self._micro_batches(every, numbers, count, parallel):
+        every, numbers = self.evaluation(module, [row for batch in batches for row in real_rows(batch)], parallel)
+        for batch in self._micro_batches(every, numbers, self.count(is_eval=True), parallel):
             yield from self.prepare_step(module, [batch], parallel)
