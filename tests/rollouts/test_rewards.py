@@ -158,6 +158,19 @@ def test_missing_reward_function_is_rejected_by_name(entry, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"exact_match_reward": {"case": 1}}, 'exact_match_reward has no argument "case".'),
+        ({"my_rewards.py:strict": {"power": 1}}, 'my_rewards.py:strict has no argument "power".'),
+    ],
+)
+def test_unknown_argument_of_a_function_is_rejected_when_it_is_loaded(entry, message):
+    with pytest.raises(UserError) as error:
+        load_rewards([entry])
+    assert message in str(error.value)
+
+
 def test_missing_column_is_detected_before_running(monkeypatch):
     monkeypatch.setattr("burnish.rollouts.rewards.builtin.find_spec", lambda name: name)
     (problem,) = missing_columns(load_rewards(["accuracy_reward", "my_rewards.py:exact"]), ["answer"], "gsm8k")

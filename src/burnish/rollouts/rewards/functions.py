@@ -182,6 +182,10 @@ def _with_arguments(
     if arguments is None:
         return function, shown, _source_location(function), _digest(function)
     is_factory = not inspect.signature(function).parameters.keys() & PASSED_BY_NAME
+    named, _ = _parameters(function)
+    if not is_factory and (named is not None or name in FUNCTIONS):  # **kwargs of a built-in takes columns only
+        fixable = (p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD)
+        _refuse_unknown_arguments(name, arguments, [each for each in fixable if each not in PASSED_BY_NAME])
     call = _call_factory(function, name, arguments) if is_factory else partial(function, **arguments)
     return call, name_of(call) if is_factory else shown, _source_location(function), _digest(function) + repr(arguments)
 
@@ -199,15 +203,19 @@ def _call_factory(factory: Callable[..., Any], name: str, arguments: dict[str, A
             remedy=remedy,
             option="reward_funcs",
         )
-    if unknown := [each for each in arguments if each not in signature.parameters]:
-        known = list(signature.parameters)
-        what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
-        raise UserError(what, remedy=f"Available: {', '.join(known)}.", option="reward_funcs")
+    _refuse_unknown_arguments(name, arguments, list(signature.parameters))
     result = factory(**arguments)
     if not callable(result):
         raise UserError(f"{name} must return a reward function. Received: {result!r}.", option="reward_funcs")
     function: Callable[..., Any] = result
     return function
+
+
+def _refuse_unknown_arguments(name: str, arguments: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := [each for each in arguments if each not in known]:
+        what = f'{name} has no argument "{unknown[0]}".{did_you_mean(unknown[0], known)}'
+        remedy = f"Available: {', '.join(known)}." if known else ""
+        raise UserError(what, remedy=remedy, option="reward_funcs")
 
 
 _EXAMPLES = {
