@@ -436,6 +436,7 @@ EXCEPTIONS = {
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
     "run/loop.py": "a schedule continues with another learning rate",
+    "rollouts/rewards/functions.py": "the module of a reward file, under a name that only it has",
     "utils/activity.py": "an exception carries the activity that it interrupted",
 }
 """Files that set attributes of other objects, and why that is not a patch."""
