@@ -431,7 +431,6 @@ EXCEPTIONS = {
     "trainer/data/outputs.py": "a hook for one forward pass, removed after it",
     "trainer/trl/rollouts/attributes.py": "options that a script changes",
     "trainer/seq2seq.py": "a generation config that the arguments name",
-    "rollouts/rewards/functions.py": "a module made there, from a file of the user",
     "parallel/single.py": "a fused optimizer of torch reads these two names from itself",
     "models/generate.py": "a subclass of transformers' cache, made there",
     "optim/bnb.py": "a function made there gets its docstring",
