@@ -291,3 +291,9 @@ def test_command_line_overrides_file_under_any_alias(tmp_path: Path) -> None:
         "seed": RawValue("1", f"{path}, line 2"),
         "eval_strategy": RawValue("no", f"the command line, overriding {path}, line 1"),
     }
+
+
+@pytest.mark.parametrize("annotation", [float, float | None, list[float]])
+def test_an_integer_beyond_the_range_of_floats_is_a_value_error(annotation: Any) -> None:
+    with pytest.raises(ValueError, match="number"):
+        as_type(annotation, 10**400)

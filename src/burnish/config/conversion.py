@@ -148,7 +148,10 @@ def _float(raw: Any) -> float:
         raise ValueError
     _refuse_octal(raw)
     # YAML 1.1 reads 1e-5 as text, Python does not. YAML writes infinity as ".inf".
-    number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
+    try:
+        number = float(raw.replace(".inf", "inf") if isinstance(raw, str) else raw)
+    except OverflowError:  # an integer with more than 308 digits
+        raise ValueError from None
     if number != number:
         raise ValueError
     return int(number) if isinstance(raw, int) else number
