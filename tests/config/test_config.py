@@ -297,3 +297,9 @@ def test_command_line_overrides_file_under_any_alias(tmp_path: Path) -> None:
 def test_an_integer_beyond_the_range_of_floats_is_a_value_error(annotation: Any) -> None:
     with pytest.raises(ValueError, match="number"):
         as_type(annotation, 10**400)
+
+
+@pytest.mark.parametrize(("annotation", "opening"), [(list[str], "["), (dict[str, Any], '{"a":')])
+def test_json_with_too_deep_a_nesting_is_a_value_error(annotation: Any, opening: str) -> None:
+    with pytest.raises(ValueError, match="nests lists and mappings too deeply"):
+        as_type(annotation, opening * 100_000)

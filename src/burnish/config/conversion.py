@@ -176,7 +176,7 @@ def _list(raw: Any) -> list[Any]:
     if isinstance(raw, str):
         if raw.strip().startswith("["):
             try:
-                return list(json.loads(raw, object_pairs_hook=object_without_duplicate_keys))
+                return list(_nested_json(raw))
             except json.JSONDecodeError:  # without quotes, as after a shell: [a, b]
                 raw = raw.strip()[1:].removesuffix("]")
         return [part.strip() for part in raw.split(",") if part.strip()]
@@ -189,8 +189,16 @@ def _dict(raw: Any) -> dict[str, Any]:
     if isinstance(raw, Mapping):
         return dict(raw)
     if isinstance(raw, str) and raw.strip().startswith("{"):
-        return dict(json.loads(raw, object_pairs_hook=object_without_duplicate_keys))
+        return dict(_nested_json(raw))
     raise ValueError
+
+
+def _nested_json(text: str) -> Any:
+    """Parse a list or an object. Raises DuplicateKeyError, also for too deep a nesting, and JSONDecodeError."""
+    try:
+        return json.loads(text, object_pairs_hook=object_without_duplicate_keys)
+    except RecursionError:
+        raise DuplicateKeyError("nests lists and mappings too deeply.") from None
 
 
 def literal(text: str) -> bool | int | float | str:
