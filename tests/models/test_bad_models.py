@@ -125,6 +125,16 @@ def test_every_missing_adapter_is_named(tmp_path):
     assert 'adapter_name_or_path "' in str(caught.value)
 
 
+def test_folder_that_cannot_be_listed_has_no_suggestions(tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(source.Path, "iterdir", refuse)
+    assert "is not a folder." in model_problems(tmp_path / "missing")[0]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "is disabled (HF_HUB_OFFLINE)." in model_problems("nowhere/else", cache_dir="cache")[0]
+
+
 # --- config and tokenizer ---------------------------------------------------------------------------------------------
 
 

@@ -274,7 +274,7 @@ def _nearest_folders(path: Path) -> list[str]:
     missing = path
     while not os.path.isdir(missing.parent) and missing.parent != missing:
         missing = missing.parent
-    beside = sorted(item.name for item in missing.parent.iterdir() if item.is_dir() and not item.name.startswith("."))
+    beside = sorted(item.name for item in _folders_in(missing.parent) if not item.name.startswith("."))
     near = get_close_matches(missing.name, beside, n=3, cutoff=0.5)
     models = [item for item in beside if (missing.parent / item / "config.json").is_file()]
     found = list(dict.fromkeys(near + models))[:3]
@@ -287,9 +287,15 @@ def _nearest_folders(path: Path) -> list[str]:
 
 def _similar_folder(name: str) -> str:
     """`` Did you mean "demo-run"?``: a local folder with a similar name, for a name that is also a valid hub id."""
-    place = expand_user(name).parent
-    beside = [str(item) for item in place.iterdir() if item.is_dir()] if os.path.isdir(place) else []
-    return did_you_mean(name, beside)
+    return did_you_mean(name, [str(item) for item in _folders_in(expand_user(name).parent)])
+
+
+def _folders_in(place: Path) -> list[Path]:
+    """The folders in ``place``; none if it is missing or this user may not list it."""
+    try:
+        return [item for item in place.iterdir() if item.is_dir()]
+    except OSError:
+        return []
 
 
 def _offline(name: str, option_name: str, why: str) -> Problem:
