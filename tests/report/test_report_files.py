@@ -12,7 +12,7 @@ from torch import nn
 from burnish.adapters.base import parameters_without_embeddings
 from burnish.config.errors import Problem, UserError
 from burnish.loop.state import TrainerControl, TrainerState
-from burnish.report.card import CardFacts, card_text, is_hub_name, write_card
+from burnish.report.card import CardFacts, card_text, is_hub_name, serving_lines, write_card
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.metadata import RunMetadata, write_failure
 from burnish.report.pace import Pace
@@ -251,6 +251,11 @@ def test_plotting_changes_no_backend_and_keeps_no_figure(tmp_path):
     assert matplotlib.rcParams._get_backend_or_none() == before
 
 
+def test_dollar_signs_in_names_are_not_mathematics(tmp_path):
+    history = [{"step": step, "eval_a$^$b_loss": 1.0, "eval_c_loss": 2.0, "loss": 1.0} for step in (1, 2)]
+    assert plot_history(history, tmp_path, "run$^$1")
+
+
 # --- model card -------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +279,17 @@ def facts(**changes):
 def test_card_names_a_merged_adapter(folder, name):
     text = card_text(facts(is_adapter=True, merged_adapters=[folder]))
     assert f'PeftModel.from_pretrained(base, "{name}").merge_and_unload()' in text
+
+
+def test_evaluations_are_shown_without_results():
+    table = "| step | eval_loss |\n|---|---|\n| 10 | 1.5 |"
+    assert f"## Results\n\n{table}\n" in card_text(facts(results={}, evaluations=table))
+
+
+def test_commands_quote_a_folder_with_spaces():
+    lines = serving_lines("my model", gguf="model.gguf")
+    assert lines[:2] == ["burnish chat 'my model'", "burnish api 'my model'"]
+    assert lines[-2:] == ["ollama create 'my model' -f 'my model/Modelfile'", "llama-server -m 'my model/model.gguf'"]
 
 
 def header(text):

@@ -34,6 +34,10 @@ def test_report_to_is_a_list_of_names(options, expected):
     assert wanted_trackers(parsed(report_to=options).report_to) == expected
 
 
+def test_unknown_name_beside_all_is_rejected():
+    assert 'unknown tracker "wandbb"' in str(tracker_problems(["all", "wandbb"])[0])
+
+
 def test_unknown_tracker_suggests_nearest_name():
     (problem,) = check_trackers(parsed(report_to="wandbb"))
     assert '"wandbb"' in problem.what

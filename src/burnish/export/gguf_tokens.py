@@ -175,8 +175,9 @@ def add_tokenizer(writer: Any, folder: Path, tokenizer_json: dict[str, Any], kin
             getattr(writer, f"add_{name}_token_id")(number)
     generation = folder / "generation_config.json"
     ends = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") if generation.is_file() else None
-    if isinstance(ends, list) and len(ends) > 1:
-        writer.add_eot_token_id(next(end for end in ends if end != tokenizer.eos_token_id))
+    others = [end for end in ends if end != tokenizer.eos_token_id] if isinstance(ends, list) else []
+    if others:
+        writer.add_eot_token_id(others[0])
     around = tokenizer("", add_special_tokens=True)["input_ids"]
     writer.add_add_bos_token(bool(around) and around[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(bool(around) and around[-1] == tokenizer.eos_token_id)

@@ -122,7 +122,7 @@ def quantize_into(folder: Path, source: Path, tokenizer: Any, using: Calibration
         sentence,
         *(
             [f"Perplexity increased by {worse:.0%}. Use more bits or other calibration data."]
-            * (worse > MAX_PERPLEXITY_INCREASE)
+            * (not worse <= MAX_PERPLEXITY_INCREASE)  # also if it is NaN
         ),
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -229,14 +230,17 @@ def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "", gives_s
         gguf: name of a GGUF file in the folder, or "".
         gives_scores: whether it is a reward model, whose head only burnish reads.
     """
+    quoted = shlex.quote(folder)
     if gives_scores:
-        return [f"burnish api {folder}"]
-    lines = [f"burnish chat {folder}", f"burnish api {folder}"]
+        return [f"burnish api {quoted}"]
+    lines = [f"burnish chat {quoted}", f"burnish api {quoted}"]
     if is_adapter:
         return lines
-    lines += [f"vllm serve {folder}", f"python -m sglang.launch_server --model-path {folder}"]
-    lines += [f"ollama create {Path(folder).name.lower()} -f {folder}/Modelfile"] if gguf else []
-    return lines + ([f"llama-server -m {folder}/{gguf}"] if gguf else [])
+    lines += [f"vllm serve {quoted}", f"python -m sglang.launch_server --model-path {quoted}"]
+    if gguf:
+        name, modelfile = shlex.quote(Path(folder).name.lower()), shlex.quote(f"{folder}/Modelfile")
+        lines += [f"ollama create {name} -f {modelfile}", f"llama-server -m {shlex.quote(f'{folder}/{gguf}')}"]
+    return lines
 
 
 def _public_name(folder: str) -> str:
@@ -288,8 +292,9 @@ def _without_folders(value: Any) -> Any:
 
 def _results(facts: CardFacts) -> str:
     rows = [f"| {name} | {_number(value)} |" for name, value in facts.results.items()]
-    every = ["", facts.evaluations.strip()] if facts.evaluations else []
-    return "\n".join(["## Results", "", "| metric | value |", "|---|---|", *rows, *every]) if rows else ""
+    tables = ["\n".join(["| metric | value |", "|---|---|", *rows])] if rows else []
+    tables += [facts.evaluations.strip()] if facts.evaluations else []
+    return "\n\n".join(["## Results", *tables]) if tables else ""
 
 
 def _number(value: Any) -> str:

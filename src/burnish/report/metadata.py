@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -301,7 +302,11 @@ def given_yaml(
             continue
         mark = "# used only to start the run: " if name in left_out else ""
         lines.append(f"{mark}{name}: {_yaml(value)}{f'  # {where}' if where else ''}")
-    return "\n".join(lines) + "\n"
+    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", "\n".join(lines)) + "\n"
+
+
+_NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
+"""Characters that a YAML file cannot contain, or that are line breaks in it. They are escaped in quoted text."""
 
 
 def _yaml(value: Any) -> str:

@@ -172,7 +172,8 @@ def _set_name(name: str) -> str:
 
 
 def _style_axes(axes: Axes, label: str, title: str, has_legend: bool, below: str = "step") -> None:
-    axes.set_title(f"{title}: {label}" if title else label, loc="left", fontsize=11, color="#22272b")
+    text = f"{title}: {label}" if title else label  # the name of a folder may contain $
+    axes.set_title(text, loc="left", fontsize=11, color="#22272b", parse_math=False)
     axes.set_xlabel(below, color=_GREY)
     axes.grid(True, color="#e3e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -181,4 +182,5 @@ def _style_axes(axes: Axes, label: str, title: str, has_legend: bool, below: str
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#c4cbd1")
     if has_legend:
-        axes.legend(frameon=False)
+        for entry in axes.legend(frameon=False).get_texts():
+            entry.set_parse_math(False)

@@ -98,7 +98,8 @@ def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
     """Return tracker names without duplicates: "none" or None selects no tracker, "all" every installed one."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if "all" in names:
-        return [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
+        installed = [name for name in TRACKERS.names() if not _missing(_needs_of(name))]
+        return [*installed, *(name for name in names if name not in ("all", "none", *TRACKERS.names()))]
     return list(dict.fromkeys(name for name in names if name != "none"))
 
 
