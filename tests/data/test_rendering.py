@@ -106,7 +106,7 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
 
 
 def test_looping_templates_delay_no_other_thread(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering._workers, "limit_s", 3)
+    monkeypatch.setattr(rendering._workers, "limit_s", 6)
     stuck = rendering._workers.LIMIT - 1
     failures: list[str] = []
 
