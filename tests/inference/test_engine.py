@@ -86,6 +86,22 @@ def test_closed_engine_cancels_running_requests_and_accepts_no_more(model) -> No
         engine.submit(GenerationRequest([5], 3), AwaitableCollector())
 
 
+def test_request_that_is_submitted_while_the_engine_closes_gets_an_end(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, answer = LocalEngine(model, SlotLimits(1, 64)), AwaitableCollector()
+    closing, submit = threading.Thread(target=engine.close), engine.loop.submit
+
+    def submit_late(*arguments):
+        closing.start()
+        closing.join(0.5)
+        return submit(*arguments)
+
+    monkeypatch.setattr(engine.loop, "submit", submit_late)
+    engine.submit(GenerationRequest([5], 20), answer)
+    assert answer.ended.wait(10)
+    closing.join(10)
+    assert not engine.facts().is_alive
+
+
 def test_drained_engine_finishes_running_requests(model) -> None:
     engine = LocalEngine(model, SlotLimits(2, 64))
     result = [AwaitableCollector(), AwaitableCollector(), AwaitableCollector()]

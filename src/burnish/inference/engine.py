@@ -46,17 +46,17 @@ class LocalEngine:
         self.failure: BaseException | None = None
         self._work = threading.Event()
         self._is_closed = False
+        self._accepting = threading.RLock()  # a request is not queued while the thread fails, or after ``close``
         self._thread = threading.Thread(target=self._run, name="burnish-answers", daemon=True)
         self._thread.start()
 
     def submit(self, request: GenerationRequest, callback: OutputCallback) -> RequestHandle:
-        if self._is_closed or not self._thread.is_alive():
-            raise Closed(
-                "The engine is closed."
-                if self.failure is None
-                else f"The engine has stopped: {first_line(self.failure)}"
-            )
-        handle = self.loop.submit(request, callback)
+        with self._accepting:
+            if self.failure is not None:
+                raise Closed(f"The engine has stopped: {first_line(self.failure)}")
+            if self._is_closed or not self._thread.is_alive():
+                raise Closed("The engine is closed.")
+            handle = self.loop.submit(request, callback)
         self._work.set()
         return handle
 
@@ -66,7 +66,8 @@ class LocalEngine:
 
     def close(self, drain_s: float = 0.0) -> None:
         until = time.monotonic() + drain_s
-        self._is_closed = True
+        with self._accepting:
+            self._is_closed = True
         while self.loop.is_busy and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(0.01)
         self.loop.cancel_all()
@@ -84,5 +85,6 @@ class LocalEngine:
                     self._work.wait(_IDLE_S)
                     self._work.clear()
         except BaseException as error:  # the outermost frame of the thread: waiting callers must be notified
-            self.failure = error
-            self.loop.fail_all(Problem(f"The engine has stopped: {first_line(error)}", code="internal_error"))
+            with self._accepting:
+                self.failure = error
+                self.loop.fail_all(Problem(f"The engine has stopped: {first_line(error)}", code="internal_error"))
