@@ -56,7 +56,7 @@ def blank_tracker() -> Any:
 
 
 def initialize_single_process(is_on_cpu: bool) -> None:
-    """Initialize the state of accelerate that its loggers require, unless a launcher started this process."""
+    """Initialize accelerate's ``PartialState``, which its loggers require, unless a launcher started this process."""
     from accelerate.state import PartialState
 
     if not PartialState._shared_state and "LOCAL_RANK" not in os.environ:

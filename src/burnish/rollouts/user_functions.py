@@ -22,9 +22,9 @@ from burnish.utils.forks import end_forked_processes
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
-"""Seconds for a function to end after it was interrupted."""
+"""Seconds to wait for a function to return after it was interrupted."""
 _THREAD_GRACE_S = 0.5
-"""Seconds for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
+"""Seconds to wait for coroutines to end at their time limit before one that blocks the event loop is interrupted."""
 
 
 class TimeLimitReached(BaseException):

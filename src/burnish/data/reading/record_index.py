@@ -182,7 +182,7 @@ def _line_places(file: BinaryIO) -> tuple[array[int], array[int]]:
         begin, end = end, end + len(line)
         if begin == 0 and line.startswith(BOM):
             begin, line = len(BOM), line.removeprefix(BOM)
-        # Blank in the sense of ``str``, as for ``read_records``; an object is never decoded here.
+        # Blank lines are those of ``str.strip``, as in ``read_records``. A line that begins an object is not decoded.
         if line.startswith(b"{") or line.decode("utf-8", "replace").strip():
             begins.append(begin)
             ends.append(end)

@@ -113,7 +113,7 @@ def load_rewards(
 
 
 def with_unique_names(functions: Iterable[RewardFunction]) -> list[RewardFunction]:
-    """Return the functions, each with a name of its own in the log: the second ``exact`` becomes ``exact_2``."""
+    """Return the functions with unique names for the log: the second ``exact`` becomes ``exact_2``."""
     by_name: dict[str, RewardFunction] = {}
     for function in functions:
         name, number = function.name, 1

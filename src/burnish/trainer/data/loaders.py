@@ -190,3 +190,9 @@ def is_datasets_set(dataset: Any) -> bool:
     """Whether it is a ``datasets.Dataset``. Does not import the library."""
     datasets = sys.modules.get("datasets")
     return datasets is not None and isinstance(dataset, datasets.Dataset)
+
+
+def is_streamed_set(dataset: Any) -> bool:
+    """Whether it is a ``datasets.IterableDataset``. Does not import the library."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.IterableDataset)

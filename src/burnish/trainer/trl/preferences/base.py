@@ -396,7 +396,7 @@ class PreferenceTrainer(OverridableTrainer):
         return self._collate if self._loads_own_batches or self.family is not None else self._pad_rows
 
     def _in_form_of_objective(self, batch: Batch) -> Batch:
-        """The batch in the form that ``_objective`` reads. A script's own loader yields padded batches."""
+        """Convert a padded batch, such as that of a script's own loader, to the form that ``_objective`` expects."""
         if self._is_scripted or "items" in batch:
             return batch
         collated: Batch = self.objective.collate(rows_of_padded(batch, self.kind))

@@ -35,6 +35,7 @@ from burnish.rollouts.samples import ScoredCompletion
 from burnish.run.rollouts import merging, slots_of
 from burnish.trainer import reporting
 from burnish.trainer.data.in_step import equalize_batches
+from burnish.trainer.data.loaders import is_streamed_set
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.data import call_with_accepted
@@ -47,7 +48,6 @@ from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
     PromptTemplate,
     blank_prompts,
-    is_streamed,
     prompt_rows,
     room_for_prompts,
     without_repeats,
@@ -340,7 +340,7 @@ class RolloutTrainer(RewardMethods):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return a sampler of prompts. An override may return one of TRL, which yields a prompt for each completion."""
-        strategy = "random" if self.args.shuffle_dataset and not is_streamed(self.train_dataset) else "sequential"
+        strategy = "random" if self.args.shuffle_dataset and not is_streamed_set(self.train_dataset) else "sequential"
         dataset = self._prompts if train_dataset is None else train_dataset
         return self._sampler_for(dataset, strategy, self.objective.rows_per_rank, 1)
 

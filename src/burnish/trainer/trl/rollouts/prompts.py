@@ -8,7 +8,6 @@ long are skipped and counted. Of a streamed dataset, the records that the run ne
 from __future__ import annotations
 
 import copy
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -23,7 +22,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, RoleName, Row
 from burnish.losses.base import StageObjective
 from burnish.models.load import context_length
-from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.tools import Environments
@@ -65,7 +64,7 @@ def prompt_rows(
     """
     if isinstance(dataset, PromptRows):
         return dataset
-    if is_streamed(dataset):
+    if is_streamed_set(dataset):
         dataset = [*islice(dataset, most)]
     is_list = isinstance(dataset, list)
     if not is_list and not is_datasets_set(dataset):
@@ -99,16 +98,10 @@ def prompt_rows(
     return PromptRows(usable)
 
 
-def is_streamed(dataset: Any) -> bool:
-    """Return whether it is a streamed dataset of the ``datasets`` library, which is not imported here."""
-    datasets = sys.modules.get("datasets")
-    return datasets is not None and isinstance(dataset, datasets.IterableDataset)
-
-
 def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
     """Return the messages of the first prompt of a dataset, as reward functions receive them. Returns None if it is
     text (then all are), or if this is not a dataset of the ``datasets`` library with a column ``prompt``."""
-    if is_streamed(dataset):
+    if is_streamed_set(dataset):
         dataset = dataset.take(1)
     elif not is_datasets_set(dataset):
         return None

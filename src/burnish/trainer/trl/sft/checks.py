@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 from burnish.data.sets.trl import has_turns
 from burnish.trainer import notes
 from burnish.trainer.arguments.checks import check_numbers
-from burnish.trainer.data.loaders import is_datasets_set
+from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.base import unexpected_argument
 from burnish.trainer.trl.sft.config import SFTConfig
@@ -52,10 +51,7 @@ def with_old_arguments(
 def check_sft_sets(train_dataset: Any) -> None:
     if train_dataset is None:
         raise ValueError("`train_dataset` is required")
-    datasets = sys.modules.get("datasets")
-    if not is_datasets_set(train_dataset) and (
-        datasets is None or not isinstance(train_dataset, datasets.IterableDataset)
-    ):
+    if not is_datasets_set(train_dataset) and not is_streamed_set(train_dataset):
         name = type(train_dataset).__name__
         remedy = _DATASET_OF.get(name, "Use `Dataset.from_list` or `IterableDataset.from_generator`.")
         raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`. Received: `{name}`. {remedy}")
