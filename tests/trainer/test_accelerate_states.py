@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 
 from burnish import TrainingArguments
 from trainer_run import make_trainer
@@ -18,6 +19,14 @@ def test_loggers_of_accelerate_work_after_the_arguments(tmp_path, caplog):
     get_logger("script", log_level="INFO").info("started")
     assert caplog.messages[-1].endswith("started")
     assert PartialState().device.type == "cpu"
+
+
+def test_the_accelerator_state_is_initialized_by_a_trainer(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    make_trainer(tmp_path, max_steps=1)
+    assert AcceleratorState().deepspeed_plugin is None
+    assert AcceleratorState().num_processes == 1
+    assert Accelerator().num_processes == 1
 
 
 def run_script(folder: str) -> None:

@@ -63,6 +63,16 @@ def initialize_single_process(is_on_cpu: bool) -> None:
         PartialState(cpu=is_on_cpu)
 
 
+def initialize_accelerator_state(is_on_cpu: bool) -> None:
+    """Initialize accelerate's ``AcceleratorState``, which callbacks of TRL read, where ``PartialState`` is initialized
+    and the script has no ``Accelerator`` of its own. burnish handles mixed precision itself."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    if PartialState._shared_state and not AcceleratorState._shared_state:
+        Accelerator(mixed_precision="no", cpu=is_on_cpu)  # its constructor is the public way to do that
+
+
 def share_with_accelerate() -> None:
     """Make accelerate's functions and states (``gather_object``, ``PartialState``, ``Accelerator``) use the process
     group of a run on CPUs, which accelerate does not detect."""

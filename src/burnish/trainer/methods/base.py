@@ -16,7 +16,7 @@ from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.loop.types import Metric
-from burnish.parallel.accelerate import share_with_accelerate
+from burnish.parallel.accelerate import initialize_accelerator_state, share_with_accelerate
 from burnish.parallel.create import create_parallel
 from burnish.parallel.single import set_seed
 from burnish.report.trackers import tracker_callbacks
@@ -132,6 +132,7 @@ class TrainerBase:
         self._parallel = create_parallel(plain_options(self.args))
         if self._parallel.world_size > 1 and self._parallel.device.type == "cpu":
             share_with_accelerate()
+        initialize_accelerator_state(self.args.use_cpu)
         self.accelerator = ParallelAccelerator(
             self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
         )
