@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from burnish.config.errors import UserError
 
@@ -36,6 +36,10 @@ IGNORE_INDEX = -100
 Ids: TypeAlias = "array[int]"
 """Token ids or labels as 32-bit integers. Arrays are faster than lists to concatenate and write."""
 RoleName: TypeAlias = Literal["system", "user", "assistant", "function", "observation"]
+REQUEST_ROLES: Final = ("user", "observation")
+"""Roles of the messages that a response follows."""
+RESPONSE_ROLES: Final = ("assistant", "function")
+"""Roles of the messages that a model writes: answers and tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,16 @@ class Example:
     def place(self) -> str:
         """``data/train.json, record 17``: the location of this example for error messages."""
         return f"{self.source}, record {self.number}"
+
+    @property
+    def response(self) -> Message | None:
+        """The last message if the model writes it, else None."""
+        return self.messages[-1] if self.messages and self.messages[-1].role in RESPONSE_ROLES else None
+
+    @property
+    def request(self) -> tuple[Message, ...]:
+        """The messages before ``response``; all messages if there is none."""
+        return self.messages if self.response is None else self.messages[:-1]
 
 
 Row: TypeAlias = dict[str, Any]

@@ -31,7 +31,6 @@ NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a record that are not passed to reward functions, because they are converted to other arguments."""
 BLANK_PROMPT = '{"prompt": "", "columns": {}, "place": ""}'
 """Record of a prompt that only fills an empty micro-batch."""
-_RESPONSE_ROLES = ("assistant", "function")
 T = TypeVar("T")
 
 
@@ -80,19 +79,16 @@ def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
 
 def reference_answer(example: Example) -> str | None:
     """Return the response in a record of supervised fine-tuning."""
-    if example.messages and example.messages[-1].role in _RESPONSE_ROLES:
-        return example.messages[-1].text
-    return example.completion
+    return example.response.text if example.response else example.completion
 
 
 def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
     """Return the prompt in the form for reward functions: text, or messages without the response."""
     if not example.messages:
         return example.text or example.prompt or ""
-    before = example.messages[:-1] if reference_answer(example) is not None else example.messages
     system = [Message("system", example.system)] if example.system else []
     roles = {"function": "assistant", "observation": "tool"}
-    return [dict(m.raw or {"role": roles.get(m.role, m.role), "content": m.text}) for m in (*system, *before)]
+    return [dict(m.raw or {"role": roles.get(m.role, m.role), "content": m.text}) for m in (*system, *example.request)]
 
 
 # --- rows -> samples --------------------------------------------------------------------------------------------------

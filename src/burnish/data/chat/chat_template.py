@@ -23,11 +23,10 @@ from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats, RecordReason, drop_reason, keep_reason
 from burnish.data.tokens.encoder import Encoder
-from burnish.loop.types import Example, Ids, Message
+from burnish.loop.types import RESPONSE_ROLES, Example, Ids, Message
 
 _THOUGHT, _CALL = TemplateSpec.thought_words, TemplateSpec.tool_call_words
 _MARKERS = tuple(variant for word in (*_THOUGHT, *_CALL) for variant in (word, word.strip()))
-_RESPONSE_ROLES = ("assistant", "function")
 WITH_TOOLS = (
     "Set template to a named template that fits the model, such as qwen, llama3 or mistral: these format tools. "
     "Otherwise, use a chat template that supports tools, or remove the tool calls."
@@ -158,9 +157,9 @@ class JinjaFormat:
 
     def _input(self, example: Example) -> tuple[Chat, Tools] | ValueError:
         """Return the template's input for an example, or the reason why it is dropped."""
-        if not example.messages or example.messages[-1].role not in _RESPONSE_ROLES:
+        if example.response is None:
             return UnreadableTemplate("the last message is not a response")
-        if example.messages[0].role in _RESPONSE_ROLES:
+        if example.messages[0].role in RESPONSE_ROLES:
             return UnreadableTemplate("the first message is a response")
         try:
             return self._chat(example), self._tools(example)
@@ -264,7 +263,7 @@ def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message
     """Return prompt and response message of a turn. The prompt is empty if a response follows another one."""
     place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
     question = example.messages[place - 1]
-    return question if question.role not in _RESPONSE_ROLES else EMPTY_MESSAGE, example.messages[place]
+    return question if question.role not in RESPONSE_ROLES else EMPTY_MESSAGE, example.messages[place]
 
 
 def _with_options(chat_template: str, options: TemplateChoices) -> str:

@@ -42,7 +42,6 @@ OPTIONS_OF_ROWS: Final = (
 SHRUNK = keep_reason("images resized to fit into cutoff_len (image_fit: shrink)")
 SHRINKING, SMALLEST = 0.8, 28 * 28
 """Factor applied to the pixels of images in each attempt to fit a row, and the minimum pixels of an image."""
-ANSWERING: Final = ("assistant", "function")
 
 
 class TemplateFormat(Protocol):
@@ -105,8 +104,7 @@ class Template(ConversationEncoder):
             return {"input_ids": self.form.prompt(example)}
         example = remove_marks(example)
         ids = array("i", self.form.prompt(self.marks.for_template(example)))
-        messages = example.messages[: -1 if example.messages[-1:] and example.messages[-1].role in ANSWERING else None]
-        images = images_in(replace(example, messages=messages))
+        images = images_in(replace(example, messages=example.request))
         made = self.marks.expand(self.marks.front(len(images)) + ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
         return row | {"images": images_column(made.images)} if images else row

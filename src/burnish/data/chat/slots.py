@@ -27,14 +27,13 @@ from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats, drop_reason
 from burnish.data.tokens.encoder import Encoder
-from burnish.loop.types import IMAGE, VIDEO, Example, Ids, Message
+from burnish.loop.types import IMAGE, REQUEST_ROLES, RESPONSE_ROLES, VIDEO, Example, Ids, Message
 
 Parts: TypeAlias = tuple[str, ...]
 Element: TypeAlias = "int | Parts"
 EncodedSlots: TypeAlias = "list[list[int | Parts]]"
 """The elements that open a conversation, then those of each message: token ids, and texts as tuples of parts."""
 Borders: TypeAlias = "list[tuple[int, int]]"
-_ASKING, _ANSWERING = ("user", "observation"), ("assistant", "function")
 
 
 def with_options(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
@@ -56,7 +55,8 @@ def broken_rule(messages: Sequence[Message]) -> str | None:
         return "no messages"
     if (turn := next((place for place, message in enumerate(messages) if message.role == "system"), None)) is not None:
         return f"a system message after turn {turn} (the template supports it only at the beginning)"
-    if any(message.role not in (_ANSWERING if place % 2 else _ASKING) for place, message in enumerate(messages)):
+    roles = (REQUEST_ROLES, RESPONSE_ROLES)
+    if any(message.role not in roles[place % 2] for place, message in enumerate(messages)):
         return "prompts (user, observation) and responses (assistant, function) do not alternate"
     return "the last message is not a response" if len(messages) % 2 else None
 
@@ -91,7 +91,7 @@ class SlotFormat:
         """Read the tokenizer's special tokens. Called again after they change."""
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _words(self.spec), str(self.spec), controls)
-        slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *_ASKING, *_ANSWERING)))
+        slots = chain(*(getattr(self.spec, name) for name in ("prefix", "system", *REQUEST_ROLES, *RESPONSE_ROLES)))
         self._tokens = {slot: self._token(slot) for slot in slots if isinstance(slot, Token)}
 
     def answering_last(self) -> SlotFormat:
@@ -129,9 +129,7 @@ class SlotFormat:
             ToolError: if tools or calls cannot be formatted.
             ValueError: if messages do not alternate.
         """
-        messages = self._with_observations_joined(example).messages
-        if messages and messages[-1].role in _ANSWERING:
-            messages = messages[:-1]
+        messages = self._with_observations_joined(example).request
         with_empty_response = (*messages, Message("assistant", ""))
         if rule := broken_rule(with_empty_response):
             raise ValueError(f"{example.place}: cannot build a prompt: {rule}.")
@@ -213,7 +211,7 @@ class SlotFormat:
             answers = message.text.split(self._between)
             first, *others = (self._seen(self.encoder.hide(answer), openings) for answer in answers)
             return ("", *first, *chain.from_iterable((self._between, *answer) for answer in others))
-        if message.role in _ASKING:
+        if message.role in REQUEST_ROLES:
             return ("", *self._seen(self.encoder.hide(message.text), openings))
         text = self.encoder.hide(message.text, assistant=True)
         if message.role == "assistant":

@@ -22,7 +22,7 @@ from burnish.data.sets.formats import BadRecords, bad_records, examples_from, pl
 from burnish.data.sets.preferences import last_answer, response_text
 from burnish.data.sets.records import Layout
 from burnish.data.stats import DataStats, drop_reason, keep_reason
-from burnish.loop.types import Example, Message
+from burnish.loop.types import RESPONSE_ROLES, Example, Message
 from burnish.utils.sequences import LazySequence
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ def _answers(example: Example) -> list[str]:
         return []  # a pair with an empty answer is a bad record
     if example.completion is not None:
         return [example.completion]
-    return [turn.text for turn in example.messages if turn.role in ("assistant", "function")]
+    return [turn.text for turn in example.messages if turn.role in RESPONSE_ROLES]
 
 
 def empty_problem(empty: Sequence[Example], are_all: bool) -> Problem:

@@ -17,11 +17,10 @@ from typing import Any
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
-from burnish.loop.types import Answer, Example, Message
+from burnish.loop.types import RESPONSE_ROLES, Answer, Example, Message
 from burnish.utils.json_files import shorten_value
 from burnish.utils.sequences import shared_beginning
 
-ANSWERING = ("assistant", "function")
 _WORDS = {"true": True, "false": False}
 IDENTICAL_RESPONSES = "chosen and rejected are identical."
 
@@ -123,11 +122,11 @@ def _ends(messages: Sequence[Message], before: Sequence[Message]) -> bool:
 
 
 def _check_role(record: Record, column: str, last: Message) -> None:
-    if last.role in ANSWERING:
+    if last.role in RESPONSE_ROLES:
         return
     tags = record.layout.tags
     spoken: dict[str, str] = {role: word for word in tags.values() if (role := record.layout.roles.get(word))}
-    answering = " or ".join(f'"{spoken.get(role, role)}"' for role in ANSWERING)
+    answering = " or ".join(f'"{spoken.get(role, role)}"' for role in RESPONSE_ROLES)
     raise BadRecord(
         f'"{column}" must end with a message from {answering}.',
         reason="a response has a role other than assistant",
@@ -213,13 +212,11 @@ def with_reference(example: Example) -> Example:
 def _has_response(example: Example) -> bool:
     if example.completion is not None:
         return bool(example.completion.strip())
-    return bool(example.messages) and example.messages[-1].role in ANSWERING and bool(example.messages[-1].text.strip())
+    return example.response is not None and bool(example.response.text.strip())
 
 
 def _without_response(example: Example) -> Example:
-    is_answered = bool(example.messages) and example.messages[-1].role in ANSWERING
-    messages = example.messages[:-1] if is_answered else example.messages
-    return replace(example, completion=None, messages=messages, tag=None, other=None)
+    return replace(example, completion=None, messages=example.request, tag=None, other=None)
 
 
 def with_references(examples: Iterable[Example]) -> list[Example]:
