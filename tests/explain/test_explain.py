@@ -323,6 +323,11 @@ def test_insufficient_disk_space_is_rejected_with_both_sizes(make_plan: Any, mon
     assert "save_total_limit: 1" in str(problem)
 
 
+def test_records_of_a_streamed_dataset_are_read_later(make_plan: Any) -> None:
+    lines = explained_lines(make_plan(streaming=True, max_steps=2, eval_dataset="demo_heldout"))
+    assert not any(character.isdigit() for character in lines["records"])
+
+
 def test_dataset_smaller_than_a_step_gives_a_note(make_plan: Any) -> None:
     assert "each epoch is one step" in explained_lines(make_plan(max_samples=3)).get("", "")
 

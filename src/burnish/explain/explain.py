@@ -98,10 +98,11 @@ def _data(plan: Plan, prepared: Prepared) -> Section:
     named = options.dataset if is_trained or options.val_size else options.eval_dataset
     by = "dataset" if named is options.dataset else "eval_dataset"
     also = ", including those for evaluation" if is_trained and prepared.eval_rows else ""
+    read = "read during training" if is_trained and options.streaming else f"{prepared.stats.seen:,} read{also}"
     lines = [
         Line("datasets", ", ".join(map(str, named or [])) or "none", plan.where(by)),
         Line("template", prepared.template.name, plan.where("template")),
-        Line("records", f"{prepared.stats.seen:,} read{also}"),
+        Line("records", read),
     ]
     if is_trained or len(prepared.rows):
         unread = "" if is_trained else " (not used by this run)"
