@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
+from burnish.kernels.elementwise import rounding_as_trained
 from burnish.kernels.model_parts import has_vision_tower, part_at, parts_of
 from burnish.kernels.probe import unwrap_peft
 from burnish.loop.modes import evaluating
@@ -192,8 +193,11 @@ class ImageFeaturesHook:
 
     @contextmanager
     def _mode(self, is_frozen: bool) -> Iterator[None]:
-        """Switch a frozen tower to evaluation mode."""
+        """Switch a frozen tower to evaluation mode, and let it round in the same way in every pass: its output is
+        cached, and must not depend on which pass of a run is the first with an image."""
         with ExitStack() as modes:
+            if is_frozen:
+                modes.enter_context(rounding_as_trained())
             for tower in self._towers if is_frozen else ():
                 modes.enter_context(evaluating(tower))
             yield
