@@ -129,7 +129,7 @@ def inputs_of_images(model: Any, rows: Sequence[RowOfPrompt], indices: Tensor) -
             continue
         of_row = row.images.compute(model)
         places[number, : len(own)] = torch.tensor([one + count if one else 0 for one in own])
-        is_video += [token == row.images.video_placeholder for token, one in zip(row.ids, own, strict=True) if one]
+        is_video += [token == row.images.video_placeholder for token, one in zip(row.ids, own, strict=False) if one]
         made.append(of_row)
         count += max(row.images.features)
     if made:
