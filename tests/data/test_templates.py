@@ -443,7 +443,7 @@ def test_character_that_marks_hidden_tokens_is_ordinary_text_everywhere(text):
         num_special = sum(token in tokenizer.added_tokens_decoder for token in row["labels"])
         assert num_special == 1 + ("<think>" in expected)
     (prompt,) = template.encode_prompts([Example(prompt=text)], DataStats())
-    assert tokenizer.decode(prompt) == text
+    assert tokenizer.decode(prompt["input_ids"]) == text
 
 
 @pytest.mark.parametrize("name", ["default", "vicuna", "mistral", "empty"])

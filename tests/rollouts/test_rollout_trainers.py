@@ -122,8 +122,8 @@ def test_streamed_prompts_are_evaluated(folder):
     ids=str,
 )
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_images_are_refused(folder, kind, record):
-    with pytest.raises(UserError, match="train dataset, record 1: it contains images"):
+def test_text_models_refuse_images(folder, kind, record):
+    with pytest.raises(ValueError, match="vision-related"):
         trainer_of(folder, kind, dataset=[record] * 4)
 
 

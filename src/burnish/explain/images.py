@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import ImageFile, images_of
@@ -21,7 +20,7 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     if family is None or not found:
         return []
     of_each = [one.end - one.begin for one in found]
-    tokens, whole = sum(of_each), sum(len(row["input_ids"]) for row in map(_longest, rows))
+    tokens, whole = sum(of_each), sum(map(_num_tokens, rows))
     sizes = sorted((one.width * one.height, f"{one.width}x{one.height}") for one in found)
     typical = sizes[len(sizes) // 2][1]
     resize_steps = [family.given_sizes(one) for one in found]
@@ -37,9 +36,9 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     ]  # fmt: skip
 
 
-def _longest(row: Row) -> dict[str, Any]:
-    """Return the sequence of a row in which images are counted."""
-    return {"input_ids": row.get("input_ids") or row.get("chosen_input_ids") or []}
+def _num_tokens(row: Row) -> int:
+    """Return the length of the sequence of a row in which images are counted."""
+    return next(len(row[name]) for name in ("input_ids", "chosen_input_ids", "prompt_input_ids") if name in row)
 
 
 def image_in_words(image: ImageFile, number: int, family: Family | None) -> str:

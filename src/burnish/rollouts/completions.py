@@ -86,6 +86,20 @@ class CompletionSource(Protocol):
         """Called before ``complete`` with the record of each prompt: its ``prompt`` and its ``columns``."""
         return
 
+    def set_images(self, images: Sequence[Mapping[str, Any]]) -> None:
+        """Called before ``complete`` if any prompt has images.
+
+        Args:
+            images: fields of ``GenerationRequest`` with the images of each prompt; empty for a prompt without images.
+
+        Raises:
+            UserError: if the source does not support images.
+        """
+        raise UserError(
+            f"{type(self).__name__} does not generate completions of prompts with images.",
+            remedy="Remove the image column.",
+        )
+
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
@@ -123,19 +137,25 @@ class SlotSource(CompletionSource):
         self.model, self.precision, self.merging, self.packing = model, precision, merging, packing
         self.limits = SlotLimits(num_slots, context, exact=exact, min_shared_tokens=_MIN_TOKENS_WORTH_WAITING)
         self.scheduler: Scheduler | None = None
+        self._images: Sequence[Mapping[str, Any]] = ()
+
+    def set_images(self, images: Sequence[Mapping[str, Any]]) -> None:
+        self._images = images
 
     def complete(
         self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
     ) -> list[Completion]:
+        images, self._images = self._images or [{}] * len(prompts), ()
         # Autocast caches cast weights until its outermost context ends: weights are cast once for all tokens.
         with self.merging(), self.precision(), self.packing():
-            while (found := self._generate_completions(prompts, keys, limits)) is None:
+            while (found := self._generate_completions(prompts, keys, limits, images)) is None:
                 pass
         return found
 
     def _generate_completions(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits
-    ) -> list[Completion] | None:
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[NoiseKey], limits: CompletionLimits,
+        images: Sequence[Mapping[str, Any]],
+    ) -> list[Completion] | None:  # fmt: skip
         """Return the completions; None after running out of memory, when the scheduler has fewer slots."""
         if self.scheduler is None:
             from burnish.inference.scheduler import Scheduler
@@ -152,7 +172,7 @@ class SlotSource(CompletionSource):
             for at in _first_of_each_group(prompts):
                 request = GenerationRequest(
                     list(prompts[at]), limits.max_new_tokens, sampling=limits.sampling, stop_ids=limits.stop_ids,
-                    draw_logprobs=limits.wants_logps, noise=keys[at],
+                    draw_logprobs=limits.wants_logps, noise=keys[at], **images[at],
                 )  # fmt: skip
                 on_stop = partial(ended.add, at)
                 scheduler.submit(request, _output_callback(found[at], logps[at], on_stop, failed, advance))

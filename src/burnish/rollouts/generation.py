@@ -7,25 +7,32 @@ and values for the log. Does not depend on steps or gradients.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from burnish.config.errors import UserError, first_line
+from burnish.data.images.image_file import files_of, images_of
+from burnish.data.images.in_rows import parts_for_chat_template, without_expansion
 from burnish.data.stats import DataStats, keep_reason
 from burnish.inference.types import NoiseKey, Sampling
 from burnish.loop.protocols import Parallel
-from burnish.loop.types import Example, Ids, Message, Row
+from burnish.loop.types import Example, Message, Row
+from burnish.losses.sequence_logps import with_images
 from burnish.models.generate import GenerationOptions
 from burnish.rollouts.completions import CompletionLimits, CompletionSource
 from burnish.rollouts.options import RolloutOptions
 from burnish.rollouts.rewards.compute import RewardError, RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import PASSED_BY_NAME, RewardFunction
 from burnish.rollouts.samples import ScoredCompletion
+
+if TYPE_CHECKING:  # imported late: it loads transformers
+    from burnish.inference.images.reading import ImageReader
 
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Columns of a record that are not passed to reward functions, because they are converted to other arguments."""
@@ -57,9 +64,9 @@ def filters_of(options: GenerationChoices) -> dict[str, float]:
 # --- records -> rows --------------------------------------------------------------------------------------------------
 
 
-def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
-    """Return the row of a prompt: its ids, and as JSON the record for reward functions. Values that JSON does not have
-    are converted to text, and counted in ``stats``."""
+def prompt_row(example: Example, encoded: Row, stats: DataStats) -> Row:
+    """Return the row of a prompt: its ids and images, and as JSON the record for reward functions. Values that JSON
+    does not have are converted to text, and counted in ``stats``."""
     converted: set[str] = set()
 
     def text_of(value: Any) -> str:
@@ -70,8 +77,11 @@ def prompt_row(example: Example, ids: Ids, stats: DataStats) -> Row:
     if (answer := reference_answer(example)) is not None:
         columns.setdefault("answer", answer)
         columns.setdefault("solution", answer)
+    if "image" not in columns and (images := files_of(encoded)):
+        columns.setdefault("images", [image.path for image in images])
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
-    row: Row = {"prompt_input_ids": ids, "record": json.dumps(record, ensure_ascii=False, default=text_of)}
+    row: Row = {"prompt_input_ids": encoded["input_ids"], **with_images(encoded)}
+    row["record"] = json.dumps(record, ensure_ascii=False, default=text_of)
     for kind in sorted(converted):
         stats.add(keep_reason(f"values of type {kind} are converted to strings for reward functions"), example)
     return row
@@ -87,8 +97,13 @@ def shown_prompt(example: Example) -> str | list[dict[str, Any]]:
     if not example.messages:
         return example.text or example.prompt or ""
     system = [Message("system", example.system)] if example.system else []
-    roles = {"function": "assistant", "observation": "tool"}
-    return [dict(m.raw or {"role": roles.get(m.role, m.role), "content": m.text}) for m in (*system, *example.request)]
+    return [dict(message.raw or _as_record(message)) for message in (*system, *example.request)]
+
+
+def _as_record(message: Message) -> dict[str, Any]:
+    """Return a message in the form of OpenAI: its content is a text, or parts if it has images."""
+    role = {"function": "assistant", "observation": "tool"}.get(message.role, message.role)
+    return {"role": role, "content": parts_for_chat_template(message.parts) if message.images else message.text}
 
 
 # --- rows -> samples --------------------------------------------------------------------------------------------------
@@ -102,6 +117,7 @@ class Generator:
         generating: context in which the source may use the trained weights.
         compute_rewards: calls the reward functions, like ``compute_rewards``.
         max_new_tokens: length limit of a completion, if it is not ``max_completion_length``.
+        images: reads the images of prompts; None for a text model.
     """
 
     options: GenerationChoices
@@ -112,14 +128,17 @@ class Generator:
     generating: Callable[[], AbstractContextManager[Any]]
     compute_rewards: Callable[..., RewardTable] = compute_rewards
     max_new_tokens: int | None = None
+    images: ImageReader | None = None
 
     def sampling(self, is_eval: bool = False) -> Sampling:
         """Return the sampling parameters."""
         options = self.options
         temperature = options.eval_temperature if is_eval else None
+        # A placeholder in a completion would need an image of its own when the completion is trained.
+        placeholders = () if self.images is None else self.images.family.placeholder_ids
         return Sampling(
             options.temperature if temperature is None else temperature, options.top_k, options.top_p,
-            options.min_p or 0.0, options.repetition_penalty,
+            options.min_p or 0.0, options.repetition_penalty, bias=dict.fromkeys(placeholders, -math.inf),
         )  # fmt: skip
 
     def samples(
@@ -145,31 +164,48 @@ class Generator:
         longest = self.max_new_tokens or self.options.max_completion_length
         limits = CompletionLimits(longest, self.stop_ids, sampling, wants)
         seen: dict[int, int] = {}
-        keys, prompts = [], []
+        keys, prompts, images = [], [], []
         for row in rows:
             first = seen.get(row["row"], 0)  # a record that is repeated gets different completions
             seen[row["row"]] = first + count
             keys += [replace(key, row=row["row"], sample=first + at) for at in range(count)]
             prompts += [list(row["prompt_input_ids"])] * count
+            images += [self._prompt_images(row)] * count
         records = [json.loads(row["record"]) for row in rows for _ in range(count)]
         self.source.set_records(records)
+        if any(images):
+            self.source.set_images(images)
         with self.generating():
             completions = self.source.complete(prompts, keys, limits) if prompts else []
         self.source.free()
+        columns = [row.get("images") for row in rows for _ in range(count)]
         samples = []
         for at, (each, noise) in enumerate(zip(completions, keys, strict=True)):
             is_masked = self.options.mask_truncated_completions and not each.is_ended
             mask = [0] * len(each.ids) if is_masked else each.mask or [1] * len(each.ids)
             prompt = prompts[at] if each.prompt is None else each.prompt
             text = self.tokenizer.decode(each.ids, skip_special_tokens=True)
-            prompt_text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+            prompt_text = self.tokenizer.decode(self._shown_ids(prompt, columns[at]), skip_special_tokens=False)
             samples.append(
                 ScoredCompletion(
                     noise.row, noise.sample, records[at]["place"], prompt, each.ids, mask, each.is_ended, prompt_text,
                     text, extra=dict(each.columns), messages=each.messages, sampler_logps=each.logps,
+                    images=columns[at],
                 )
             )  # fmt: skip
         return samples
+
+    def _prompt_images(self, row: Row) -> Mapping[str, Any]:
+        """Return the request fields of the images of a prompt; empty if it has none."""
+        if self.images is None or not row.get("images"):
+            return {}
+        return self.images.of({"input_ids": row["prompt_input_ids"], **with_images(row)})
+
+    def _shown_ids(self, prompt: list[int], images: Any) -> list[int]:
+        """Return a prompt with one placeholder per image."""
+        if self.images is None or not images:
+            return prompt
+        return without_expansion(prompt, images_of({"images": images}), self.images.family.mark_id)
 
     def _compute_rewards(
         self, rows: Sequence[Row], count: int, samples: list[ScoredCompletion], parallel: Parallel, step: int

@@ -3,8 +3,9 @@
     {"step": 12, "generation": 11, "record": "train.jsonl, record 7", "sample": 0, "prompt": "...", "completion": "...",
      "tokens": 18, "ended": true, "rewards": {"exact": 1.0}, "extra": {}, "advantage": 0.87}
 
-``step`` is the first step that trains on the completion. A resumed run continues the file: lines after its checkpoint
-are removed first, because those completions are generated again.
+``step`` is the first step that trains on the completion. Lines of prompts with images have ``images``, their paths. A
+resumed run continues the file: lines after its checkpoint are removed first, because those completions are generated
+again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from burnish.data.images.image_file import files_of
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.console import note, table
@@ -37,6 +39,7 @@ def lines_of(
             "step": step, "generation": generation, "record": each.place, "sample": each.number,
             "prompt": each.prompt_text, "completion": each.text, "tokens": len(each.ids), "ended": each.is_ended,
             "rewards": dict(zip(names, each.rewards, strict=True)), "extra": each.extra, "advantage": each.advantage,
+            **({"images": [file.path for file in files_of({"images": each.images})]} if each.images else {}),
         }
         for each in samples
     ]  # fmt: skip

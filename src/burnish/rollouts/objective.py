@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,9 @@ from burnish.rollouts.samples import (
 )
 from burnish.rollouts.token_values import token_values
 
+if TYPE_CHECKING:  # imported late: it loads transformers
+    from burnish.inference.images.reading import ImageReader
+
 MAX_PROMPT_BATCHES = 3
 """Maximum number of step batches of prompts per generation with ``drop_zero_variance_groups: refill``."""
 
@@ -106,6 +109,7 @@ class RolloutObjective(PromptObjective):
         self.source: CompletionSource | None = None
         self.compute_rewards: Callable[..., RewardTable] = compute_rewards
         self.max_new_tokens: int | None = None
+        self.images: ImageReader | None = None
         self.before_generation: Callable[[], None] = lambda: None
         self.times = PhaseTimes()
         self.on_generation: Callable[[Sequence[ScoredCompletion], Sequence[str], int, int], None] | None = None
@@ -211,7 +215,7 @@ class RolloutObjective(PromptObjective):
         stops = frozenset(self.template.stop_token_ids())
         return Generator(
             self.choices, self.source, self.functions, self.tokenizer, stops, generating, self.compute_rewards,
-            self.max_new_tokens,
+            self.max_new_tokens, self.images,
         )  # fmt: skip
 
     def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:

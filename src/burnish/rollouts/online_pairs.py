@@ -121,7 +121,7 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
             for side, sample in (("chosen", samples[best]), ("rejected", samples[worst])):
                 row[f"{side}_input_ids"] = [*sample.prompt, *sample.ids]
                 row[f"{side}_labels"] = [IGNORE_INDEX] * len(sample.prompt) + sample.ids
-            yield row
+            yield {**row, "images": samples[at].images} if samples[at].images else row
 
     def _step_batches(
         self,

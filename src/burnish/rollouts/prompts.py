@@ -34,7 +34,6 @@ class PromptObjective(AnswersObjective):
     """An objective whose rows are prompts. A step batch of the loader becomes a generation batch of completions."""
 
     records = "prompts"
-    reads_images = False
     record_columns = ("*",)
     row_columns: ClassVar[Mapping[str, Any]] = {"prompt_input_ids": (0,), "record": BLANK_PROMPT}
     logs_rewards = False
@@ -83,9 +82,8 @@ class PromptObjective(AnswersObjective):
         """Tokenize prompts. Args: truncate: has no effect, because prompts are not truncated."""
         for example in examples:
             refuse_answered(example)
-        ids = self.template.encode_prompts(examples, stats)
-        pairs = zip(examples, ids, strict=True)
-        return [None if one is None else prompt_row(example, one, stats) for example, one in pairs]
+        pairs = zip(examples, self.template.encode_prompts(examples, stats), strict=True)
+        return [None if row is None else prompt_row(example, row, stats) for example, row in pairs]
 
     def inspect(self, rows: Sequence[Row], rows_per_step: int) -> list[str]:
         """Check the columns of the records. Raises UserError if a reward function requires an argument that is not

@@ -8,6 +8,7 @@ A checkpoint within a generation batch stores packed samples: token ids, masks, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -39,6 +40,7 @@ class ScoredCompletion:
         rewards: rewards of each function; None if it does not apply.
         extra: columns of the completion source, and values that reward functions passed to ``log_extra``.
         messages: the completion as messages, if it has tool calls.
+        images: the images of the prompt, as in the column ``images`` of a row.
         is_compared: whether the completions of its prompt differ in reward.
         old_logps, ref_logps, entropies: per token, in nats, if they are needed.
         sampler_logps: per token, in nats, under the sampling distribution, if it is not the policy's.
@@ -66,11 +68,13 @@ class ScoredCompletion:
     token_advantages: list[float] | None = None
     returns: list[float] | None = None
     messages: list[dict[str, Any]] | None = None
+    images: list[dict[str, Any]] | None = None
 
 
 def columns_of(samples: Sequence[ScoredCompletion]) -> list[str]:
-    """Return the names of the values per token that all samples have."""
-    return [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
+    """Return the names of the values per token that all samples have, and "images" if any sample has images."""
+    found = [name for name in _PER_TOKEN if samples and all(getattr(s, name) is not None for s in samples)]
+    return [*found, *(["images"] if any(sample.images for sample in samples) else [])]
 
 
 def pack_samples(samples: Sequence[ScoredCompletion], columns: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -87,7 +91,11 @@ def pack_samples(samples: Sequence[ScoredCompletion], columns: Sequence[str] | N
         "mask": torch.tensor([value for s in samples for value in s.mask], dtype=torch.uint8),
         "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
     }
-    for name in columns_of(samples) if columns is None else columns:
+    names = columns_of(samples) if columns is None else columns
+    if "images" in names:
+        text = json.dumps([sample.images or [] for sample in samples])
+        found["images"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    for name in (name for name in names if name in _PER_TOKEN):
         found[name] = torch.tensor([value for s in samples for value in getattr(s, name)], dtype=torch.float32)
     return found
 
@@ -97,17 +105,22 @@ def unpack_samples(pack: dict[str, Tensor]) -> list[ScoredCompletion]:
     ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
     numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
     samples, begin, first = [], 0, 0
-    for prompt, length, advantage in zip(prompts, completions, pack["advantages"].tolist(), strict=True):
+    of_each = zip(prompts, completions, pack["advantages"].tolist(), _images_of_pack(pack), strict=True)
+    for prompt, length, advantage, images in of_each:
         middle, end, last = begin + prompt, begin + prompt + length, first + length
         of_tokens: dict[str, Any] = {name: values[first:last] for name, values in numbers.items()}
-        prompt_ids, completion_ids = ids[begin:middle], ids[middle:end]
-        samples.append(
-            ScoredCompletion(
-                0, 0, "", prompt_ids, completion_ids, mask[first:last], True, advantage=advantage, **of_tokens
-            )
-        )
+        sample = ScoredCompletion(0, 0, "", ids[begin:middle], ids[middle:end], mask[first:last], True, **of_tokens)
+        sample.advantage, sample.images = advantage, images
+        samples.append(sample)
         begin, first = end, last
     return samples
+
+
+def _images_of_pack(pack: dict[str, Tensor]) -> list[list[dict[str, Any]] | None]:
+    """Return the images of each completion of a pack, None if it has none."""
+    if "images" not in pack:
+        return [None] * len(pack["prompts"])
+    return [images or None for images in json.loads(bytes(pack["images"].tolist()))]
 
 
 def step_batch_of(
@@ -133,15 +146,16 @@ def step_batch_of(
 def rows_of(pack: dict[str, Tensor]) -> list[Row]:
     """Return a row for each completion of a pack: its prompt, which is not trained, and its tokens."""
     ids, prompts, completions = (pack[name].tolist() for name in ("ids", "prompts", "completions"))
-    rows, begin = [], 0
+    rows: list[Row] = []
+    begin = 0
     firsts = accumulate(completions, initial=0)
-    for prompt, length, first in zip(prompts, completions, firsts, strict=False):
+    for prompt, length, first, images in zip(prompts, completions, firsts, _images_of_pack(pack), strict=False):
         whole = ids[begin : begin + prompt + length]
         begin += prompt + length
         labels = [IGNORE_INDEX] * prompt + whole[prompt:]
-        rows.append(
-            {"input_ids": whole, "labels": labels, PLACE_COLUMN: [0] * prompt + [*range(first, first + length)]}
-        )
+        places = [0] * prompt + [*range(first, first + length)]
+        row: Row = {"input_ids": whole, "labels": labels, PLACE_COLUMN: places}
+        rows.append({**row, "images": images} if images else row)
     return rows
 
 

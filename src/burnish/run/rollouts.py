@@ -13,6 +13,7 @@ import torch
 from burnish.adapters.lora_model import merge_temporarily
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.options import raise_if
+from burnish.data.images.sources import MediaReader
 from burnish.data.rows.row_set import RowsOver
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Row
@@ -26,6 +27,7 @@ from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.prompts import prompts_of
 from burnish.rollouts.rewards.functions import RewardFunction, with_unique_names
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, check_conversations, reward_model_of
+from burnish.run.images.batches import has_images
 from burnish.run.plan.memory import DecoderShape
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
@@ -53,6 +55,10 @@ def setup_completions(prepared: Prepared, model: Any, parallel: Parallel, option
         if isinstance(function.call, RewardModel):  # one that had to be downloaded is not checked yet
             raise_if(check_conversations(function.call.tokenizer, function.name, prompts_of(prepared.sample)))
         objective.functions = with_unique_names([*objective.functions, function])
+    if prepared.family is not None and has_images(prepared):
+        from burnish.inference.images.reading import ImageReader
+
+        objective.images = ImageReader(model, prepared.family, MediaReader())
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
     seats = slots_of(objective, parallel.device, model.config, longest)
     objective.source = SlotSource(

@@ -29,7 +29,7 @@ from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import images_column, images_of_segments
 from burnish.data.stats import DataStats, RecordReason, drop_reason, truncation_reason
-from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
+from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
 
 NOTHING_TO_LEARN = drop_reason("no trainable tokens")
 SHORTENED = truncation_reason("messages shortened to cutoff_len")
@@ -120,20 +120,23 @@ class ConversationEncoder:
         others = [None if example.other is None else next(beside) for example in examples]
         return unpaired_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
 
-    def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Ids | None]:
-        """Return the prompt ids of each example, without its final response.
+    def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
+        """Return a row for the prompt of each example, without its final response: ``input_ids`` as an array, and
+        ``images`` if there are any.
 
-        None for a prompt that is empty or longer than ``cutoff_len``: prompts are never truncated.
+        None for a prompt that is empty, longer than ``cutoff_len`` (prompts are never truncated), or whose images
+        cannot be used.
         """
-        found: list[Ids | None] = []
-        for example, ids in zip(examples, self._prompt_ids(examples), strict=True):
-            if reason := NO_TEXT if not ids else TOO_LONG if len(ids) > self.cutoff_len else None:
+        found: list[Row | None] = []
+        for example, row in zip(examples, self._prompt_rows(examples, stats), strict=True):
+            length = self.cutoff_len if row is None else len(row["input_ids"])
+            if reason := NO_TEXT if not length else TOO_LONG if length > self.cutoff_len else None:
                 stats.add(reason, example)
-            found.append(None if reason else ids)
+            found.append(None if reason else row)
         return found
 
-    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
-        """Return the ids of prompts, of conversations or texts."""
+    def _prompt_rows(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
+        """Return rows of prompts, of conversations or texts. None if images cannot be used, which is counted."""
         raise NotImplementedError
 
     def _conversations(

@@ -16,6 +16,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any
@@ -38,7 +39,7 @@ from burnish.data.chat.rendering import (
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.data.images.in_rows import Marks, images_in, shift_positions
+from burnish.data.images.in_rows import Marks, images_column, images_in, shift_positions
 from burnish.data.reading.json_files import parse_json
 from burnish.data.stats import DataStats, keep_reason
 from burnish.data.tokens.encoder import Encoder
@@ -187,14 +188,16 @@ class PlainTemplate(ConversationEncoder):
         known |= {(one.source, one.number): ids for (one, _), ids in zip(new, prompts, strict=True)}
         return (known[one.source, one.number] if size else None for one, size in zip(examples, contexts, strict=True))
 
-    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
+    def _prompt_rows(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         chats = [one for one in examples if one.messages]
-        conversations = [_conversation(one) for one in chats]
-        sizes = [len(one.chat) - (one.chat[-1]["role"] == "assistant") for one in conversations]
-        parts = [replace(one, parts=[(size, True)]) for one, size in zip(conversations, sizes, strict=True)]
-        of_chats = iter(self._chat_ids(chats, parts))
+        written = chats if self.marks is None else map(self.marks.for_template, chats)
+        parts = [_until_response(_conversation(one)) for one in written]
+        if self.marks is None:
+            of_chats: Iterator[Row] = ({"input_ids": ids} for ids in self._chat_ids(chats, parts))
+        else:
+            of_chats = map(partial(self._prompt_with_images, self.marks), chats, parts)
         texts = iter(self._ids([one.text or one.prompt or "" for one in examples if not one.messages]))
-        return [next(of_chats if one.messages else texts) for one in examples]
+        return [next(of_chats) if one.messages else {"input_ids": next(texts)} for one in examples]
 
     def stop_token_ids(self) -> list[int]:
         """Return the ids that end generation."""
@@ -235,6 +238,19 @@ class PlainTemplate(ConversationEncoder):
             yield EncodedConversation(
                 [(marks.without_placeholders(a), marks.without_placeholders(b)) for a, b in found.turns]
             )
+
+    def _prompt_with_images(self, marks: Marks, example: Example, one: Conversation) -> Row:
+        """Return the row of a conversation up to its response, for a vision model."""
+        (prompt,) = (with_processor_text(each, marks.family) for each in render(self.tokenizer, [self._in_parts(one)]))
+        if prompt.error is not None:
+            raise UserError(_not_rendered(prompt.error, one), where=example.place) from prompt.error
+        images = images_in(replace(example, messages=example.request))
+        ids = self.encoder.encode([prompt.text])[prompt.text] if prompt.text else array("i")
+        try:
+            made = marks.expand(marks.front(len(images)) + ids, images)
+        except BadImage as error:
+            raise UserError(f"The record cannot be tokenized: {error}.", where=example.place) from error
+        return {"input_ids": made.ids, **({"images": images_column(made.images)} if images else {})}
 
     def _expand_images(
         self, example: Example, one: Conversation, prompt: str, whole: Rendering, marks: Marks
@@ -380,6 +396,12 @@ def _conversation(example: Example) -> Conversation:
     except json.JSONDecodeError as error:
         raise UserError(f"The tools are not valid JSON: {error.msg}.", where=example.place) from error
     return Conversation(chat, tools or None, variables={n: value for n, value in own.items() if value is not None})
+
+
+def _until_response(conversation: Conversation) -> Conversation:
+    """Return the input that renders what precedes the last response, up to where it begins."""
+    size = len(conversation.chat) - (conversation.chat[-1]["role"] == "assistant")
+    return replace(conversation, parts=[(size, True)])
 
 
 def _context(messages: Sequence[Message]) -> int:

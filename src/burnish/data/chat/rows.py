@@ -22,7 +22,7 @@ from burnish.data.chat.labels import (
 )
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import BadImage, UnsupportedMedia
+from burnish.data.images.image_file import BadImage, UnsupportedMedia, images_of
 from burnish.data.images.in_rows import Marks, images_column, images_in, remove_marks
 from burnish.data.stats import DataStats, drop_reason, keep_reason
 from burnish.data.tokens.encoder import Encoder, shared_start
@@ -98,13 +98,22 @@ class Template(ConversationEncoder):
         """Return the ids up to the beginning of the next response. A final response in the example is ignored."""
         return list(self.prompt_row(example)["input_ids"])
 
-    def prompt_row(self, example: Example) -> Row:
-        """Return ``prompt`` as a row: ``input_ids``, and ``images`` if there are any."""
+    def prompt_row(self, example: Example, shrinking: float = 1.0) -> Row:
+        """Return ``prompt`` as a row: ``input_ids``, and ``images`` if there are any.
+
+        Args:
+            shrinking: maximum fraction of the pixels of each image that is used.
+
+        Raises:
+            BadImage: if the model refuses an image, or the template does not write one mark per image.
+        """
         if self.marks is None:
             return {"input_ids": self.form.prompt(example)}
         example = remove_marks(example)
         ids = array("i", self.form.prompt(self.marks.for_template(example)))
         images = images_in(replace(example, messages=example.request))
+        if shrinking < 1:
+            images = [one.shrunk(shrinking) for one in images]
         made = self.marks.expand(self.marks.front(len(images)) + ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
         return row | {"images": images_column(made.images)} if images else row
@@ -235,14 +244,45 @@ class Template(ConversationEncoder):
         (found,) = self._texts([example], DataStats())
         return array("i") if found is None else found.turns[0][0].ids
 
-    def _prompt_ids(self, examples: Sequence[Example]) -> list[Ids]:
+    def _prompt_rows(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         texts = [self.form.encoder.with_control_tokens(e.text or e.prompt or "") for e in examples]
         ids = self.form.encoder.encode(filter(None, texts))
         opening = self.opening_ids() if any(texts) else array("i")
         return [
-            opening + ids[text] if text else array("i", self.prompt(example)) if example.messages else array("i")
+            {"input_ids": opening + ids[text]}
+            if text
+            else self._request_row(example, stats)
+            if example.messages
+            else {"input_ids": array("i")}
             for example, text in zip(examples, texts, strict=True)
         ]
+
+    def _request_row(self, example: Example, stats: DataStats) -> Row | None:
+        """Return the row of a conversation up to its response; None if an image cannot be used (counted)."""
+        if self.marks is None and images_in(example):
+            self._refuse_images(example)
+        try:
+            row = self.prompt_row(example)
+            if self.marks is not None and self.marks.family.source.shrinks:
+                row = self._shrunk_row(example, row, stats)
+        except UnsupportedMedia as error:
+            raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
+        except BadImage as error:
+            stats.add(drop_reason(str(error)), example)
+            return None
+        return {**row, "input_ids": array("i", row["input_ids"])}
+
+    def _shrunk_row(self, example: Example, row: Row, stats: DataStats) -> Row:
+        """Shrink all images by the same factor until the prompt fits. Return the original row if that is impossible."""
+        images, factor, found = images_of(row), 1.0, row
+        while len(found["input_ids"]) > self.cutoff_len:
+            factor *= SHRINKING
+            if not images or any((one.shrunk(factor).max_pixels or 0) < SMALLEST for one in images):
+                return row
+            found = self.prompt_row(example, factor)
+        if found is not row:
+            stats.add(SHRUNK, example)
+        return found
 
     def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
         """Return one turn of context and trained part. EOS is appended unless the text already has an end token."""

@@ -53,9 +53,13 @@ def with_parts(message: Message, parts: Sequence[ContentPart]) -> Message:
     """Return the message with these parts, also in the form for a chat template."""
     raw = message.raw
     if raw is not None:
-        content = [{"type": "text", "text": p.value} if p.kind == "text" else {"type": p.kind} for p in parts]
-        raw = {**raw, "content": content}
+        raw = {**raw, "content": parts_for_chat_template(parts)}
     return Message(message.role, tuple(parts), message.train, message.weight, raw)  # faster than dataclasses.replace
+
+
+def parts_for_chat_template(parts: Iterable[ContentPart]) -> list[dict[str, Any]]:
+    """Return the content of a message in the form of chat templates: texts, and images without their source."""
+    return [{"type": "text", "text": p.value} if p.kind == "text" else {"type": p.kind} for p in parts]
 
 
 def without_images(example: Example) -> Example:

@@ -155,6 +155,17 @@ def with_images(record: Record, example: Example) -> Example:
     return replace(example, messages=tuple(messages))
 
 
+def with_paths(columns: Mapping[str, Any], record: Record, example: Example) -> dict[str, Any]:
+    """Return columns of a record in which those of images and videos contain the paths of the files."""
+    found = dict(columns)
+    for kind, column in (("image", record.layout.images), ("video", record.layout.videos)):
+        if found.get(column) is not None:
+            media = [p.value for m in example.messages for p in m.parts if p.kind == kind and p.value is not None]
+            paths = [file.path for one in media for file in (one.frames or (one,))]
+            found[column] = paths if isinstance(found[column], list | tuple) or len(paths) != 1 else paths[0]
+    return found
+
+
 def _num_empty(example: Example, kind: str) -> int:
     return sum(part.kind == kind and part.value is None for message in _all_messages(example) for part in message.parts)
 

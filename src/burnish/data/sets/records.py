@@ -145,8 +145,8 @@ class Record:
                     f'the record contains images ("{column}"), but {reader.model_type} supports text only.'
                     if is_images and reader is not None
                     else f'the column "{column}" is not empty, but burnish trains on text only.',
-                    "Images require a model with a vision tower and stage sft, dpo or kto. To train on the text only, "
-                    'remove the column from the file, or leave "images" out of "columns".'
+                    "Images require a model with a vision tower and a stage other than pt and rm. To train on the text "
+                    'only, remove the column from the file, or leave "images" out of "columns".'
                     if is_images
                     else "To train on the text only, remove the column from the file.",
                     reason="it contains non-text content",

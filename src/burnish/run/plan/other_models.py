@@ -31,13 +31,19 @@ def check_other_models(options: RunOptions) -> list[Problem]:
 
 
 def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row]]) -> list[Problem]:
-    """Return a problem if ``reward_model`` cannot read completions of the prompts: they are conversations, and its
-    tokenizer has no chat template that renders them.
+    """Return a problem if ``reward_model`` cannot read completions of the prompts: they have images, or they are
+    conversations, and its tokenizer has no chat template that renders them.
 
     Args:
         sets: rows of prompts.
     """
-    if options.reward_model is None or options.reward_model_type == "api" or not draws_completions(options.stage):
+    if options.reward_model is None or not draws_completions(options.stage):
+        return []
+    rows = list(chain.from_iterable(sets))
+    if any(row.get("images") for row in rows):
+        remedy = "Use reward functions (reward_funcs), or remove the images."
+        return [Problem("Reward models score text, but prompts have images.", remedy=remedy, option="reward_model")]
+    if options.reward_model_type == "api":
         return []
     adapters = options.reward_model_adapters or ()
     try:
@@ -47,7 +53,7 @@ def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row
         return list(error.problems)
     if tokenizer is None:
         return []
-    return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(chain.from_iterable(sets)))
+    return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(rows))
 
 
 def check_reference_vocabulary(options: RunOptions, config: Any) -> list[Problem]:

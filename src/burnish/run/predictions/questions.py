@@ -37,10 +37,9 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
     questions = []
     for example in examples:
         if not has_reference(example):
-            (prompt_ids,) = template.encode_prompts([example], DataStats())
-            if prompt_ids is not None:
-                images = template.prompt_row(example).get("images", ()) if example.messages else ()
-                questions.append(Question(list(prompt_ids), None, images))
+            (found,) = template.encode_prompts([example], DataStats())
+            if found is not None:
+                questions.append(Question(list(found["input_ids"]), None, found.get("images", ())))
             continue
         row = next(rows)
         if row is None:

@@ -81,6 +81,18 @@ def with_encoded_images(dataset: Any) -> Any:
     return dataset
 
 
+def with_loaded_images(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return the columns for reward functions with Pillow images in place of paths, as TRL passes them."""
+    return {name: [*map(_loaded, values)] if name in MEDIA else values for name, values in columns.items()}
+
+
+def _loaded(value: Any) -> Any:
+    """Return the image at a path, the images of a list of paths, or None."""
+    from PIL import Image
+
+    return [*map(_loaded, value)] if isinstance(value, list) else value and Image.open(value)
+
+
 def _undecoded_feature(kind: Any) -> Any:
     """Return a feature of ``datasets`` whose images are not decoded."""
     if type(kind).__name__ == "Image":

@@ -13,7 +13,7 @@ from burnish.serve.page.runs.files import tail_lines
 
 COMPLETIONS = "completions.jsonl"
 _TAIL_BYTES, _MOST_ROWS = 8 * 2**20, 64
-_SHOWN = ("step", "record", "sample", "prompt", "completion", "tokens", "ended", "rewards", "advantage")
+_SHOWN = ("step", "record", "sample", "prompt", "images", "completion", "tokens", "ended", "rewards", "advantage")
 
 
 def completions(folder: Path, step: int | None = None, record: str | None = None) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def completions(folder: Path, step: int | None = None, record: str | None = None
             of_record.append(row["step"])
     named = [{"name": name, "steps": some} for name, some in records.items()]
     wanted = [
-        {name: row.get(name) for name in _SHOWN}
+        {name: row[name] for name in _SHOWN if name in row}
         for row in rows
         if row["step"] == step and (record is None or str(row.get("record")) == record)
     ]

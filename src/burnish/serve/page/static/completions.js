@@ -1,8 +1,9 @@
 // @ts-check
-// Completions of a run with their rewards, by step and record; two steps of a prompt can be compared.
+// Completions of a run with their rewards and the images of their prompts, by step and record; two steps of a prompt can be compared.
 import { el, figure } from "./dom.js";
 import { visible } from "./format.js";
 import { get } from "./net.js";
+import { smallImage } from "./small_image.js";
 import { t } from "./words.js";
 
 /** @param {any} row */
@@ -92,10 +93,14 @@ export async function showCompletions(place, id) {
       steps.map((one) => get(`api/runs/${id}/completions?step=${one}&record=${encodeURIComponent(of(record))}`)),
     );
     const sign = { sample: 0, best: -1, worst: 1 }[/** @type {"sample" | "best" | "worst"} */ (of(order))];
-    const prompt = columns.flatMap((one) => one.rows)[0]?.prompt;
+    const { prompt, images = [] } = columns.flatMap((one) => one.rows)[0] ?? {};
     shown.replaceChildren(
       ...(prompt
-        ? [el("h3", {}, t("prompt")), el("pre", { class: "prompt" }, visible(prompt))]
+        ? [
+            el("h3", {}, t("prompt")),
+            ...images.map((/** @type {string} */ path) => smallImage(path)),
+            el("pre", { class: "prompt" }, visible(prompt)),
+          ]
         : [el("p", { class: "hint" }, t("no_completions_here"))]),
       el(
         "div",

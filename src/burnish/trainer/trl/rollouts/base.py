@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,7 +20,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from burnish.adapters.peft import is_peft_model
 from burnish.config.errors import UserError
 from burnish.config.options import raise_if
+from burnish.data.batches.batching import collate_padded
 from burnish.data.batches.loader import num_tokens
+from burnish.inference.images.reading import ImageReader
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import EvalSums
 from burnish.loop.types import Batch, Loss, Metric
@@ -31,6 +33,7 @@ from burnish.parallel.single import set_seed
 from burnish.rollouts.completions import SlotSource
 from burnish.rollouts.metrics import as_metrics
 from burnish.rollouts.objective import RolloutObjective
+from burnish.rollouts.rewards.models import RewardModel
 from burnish.rollouts.samples import ScoredCompletion
 from burnish.run.rollouts import merging, slots_of
 from burnish.trainer import reporting
@@ -43,6 +46,7 @@ from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
+from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
@@ -67,6 +71,7 @@ from burnish.trainer.trl.rollouts.tools import (
 )
 from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_config, resolve_model
+from burnish.trainer.trl.vision import MEDIA_READER, VisionCollator, family_for
 
 _LONGEST = 1 << 20
 
@@ -133,11 +138,15 @@ class RolloutTrainer(RewardMethods):
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
-        template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model))
+        sample = first_row(train_dataset)
+        self.family = family_for(model, processing_class, self._tokenizer, sample)
+        template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model), self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
         if calls_rewards:
             check_reward_models(self.reward_funcs, None, datasets)  # those that had to be downloaded
+        if self.family is not None:
+            self._check_images(rollout_func)
         self.reward_processing_classes = [getattr(one, "tokenizer", None) for one in self.reward_funcs]
         self.objective.functions = self._functions()
         self.objective.compute_rewards = self._compute_rewards
@@ -169,6 +178,20 @@ class RolloutTrainer(RewardMethods):
             sets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
             self._eval_rows = [(one, self._rows_of(one, name)) for name, one in sets.items() if one is not None]
 
+    def _check_images(self, rollout_func: Any) -> None:
+        """Raise UserError for something that does not support prompts with images."""
+        unsupported = {
+            "`rollout_func`": rollout_func is not None, "`tools`": bool(self.tools),
+            "`environment_factory`": self.environments is not None,
+            "an override of a method with a batch": self._is_scripted,
+            "a reward model": any(isinstance(function, RewardModel) for function in self.reward_funcs),
+        }  # fmt: skip
+        if found := [name for name, is_used in unsupported.items() if is_used]:
+            raise UserError(
+                f"{' and '.join(found)} cannot be used with images in {type(self).__name__}.",
+                remedy="Remove it, or remove the images from the dataset.",
+            )
+
     def _log_generation(self, samples: Sequence[ScoredCompletion], names: Sequence[str], *numbers: int) -> None:
         fill_logs(self._logs, samples, names)
         if self._tables is not None:
@@ -189,6 +212,12 @@ class RolloutTrainer(RewardMethods):
         objective, model, parallel = self.objective, self.model, self._parallel
         skips_tokens = self._skips_tokens and objective.allows_prefix_sharing(model)
         capabilities, collate = capabilities_and_collator(model, None, self.args, self._pad, skips_tokens, False)
+        if self.family is not None:
+            capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
+            text = partial(collate_padded, pad_id=self._pad)
+            collate = VisionCollator(model, self.family, text, self._pad, one_by_one=True)
+            collate.join_processes(model, self._parallel)
+            objective.images = ImageReader(model, self.family, MEDIA_READER)
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         choices: Any = objective.choices

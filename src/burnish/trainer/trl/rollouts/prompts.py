@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,11 @@ from torch.utils.data import Sampler
 
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
+from burnish.data.images.family import Family
+from burnish.data.sets.images import content_of, with_images, with_paths
+from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.trl import has_turns
+from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message, RoleName, Row
 from burnish.losses.base import StageObjective
@@ -26,16 +31,23 @@ from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.tools import Environments
+from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
+from burnish.trainer.trl.vision import has_images as has_images_in
 
 _ROLES: Mapping[str, RoleName] = {"assistant": "assistant", "tool": "observation", "system": "system"}
 
 
 class PromptTemplate(PlainTemplate):
-    """The chat template of the tokenizer. Args: limit: maximum length of a prompt in tokens. stops: ids that end a
-    completion."""
+    """The chat template of the tokenizer.
 
-    def __init__(self, tokenizer: Any, limit: int | None, stops: Sequence[int]) -> None:
-        super().__init__(PlainOptions(limit, "keep_start"), tokenizer)
+    Args:
+        limit: maximum length of a prompt in tokens.
+        stops: ids that end a completion.
+        family: model family of a vision model whose prompts have images.
+    """
+
+    def __init__(self, tokenizer: Any, limit: int | None, stops: Sequence[int], family: Family | None = None) -> None:
+        super().__init__(PlainOptions(limit, "keep_start"), tokenizer, family)
         self.stops = list(dict.fromkeys([*super().stop_token_ids(), *stops]))
 
     def stop_token_ids(self) -> list[int]:
@@ -76,9 +88,12 @@ def prompt_rows(
     if not is_list and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
         raise UserError(f'The {name} dataset requires a column "prompt". Received the columns: {columns}.')
-    stats = DataStats()
+    stats, has_images = DataStats(), getattr(objective.template, "family", None) is not None
+    if has_images and not is_list:
+        dataset = with_encoded_images(dataset)
     examples = [
-        _example(record, f"{name} dataset", at + 1, variables or {}, tools) for at, record in enumerate(dataset)
+        _example(record, f"{name} dataset", at + 1, variables or {}, tools, has_images)
+        for at, record in enumerate(dataset)
     ]
     stats.seen += len(examples)
     rows = objective.encode(examples, stats)
@@ -111,15 +126,16 @@ def first_conversation(dataset: Any) -> list[dict[str, Any]] | None:
     return [_without_none(message) for message in first] if isinstance(first, list) and has_turns(first) else None
 
 
-def _example(record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str) -> Example:
+def _example(
+    record: Mapping[str, Any], source: str, number: int, variables: Mapping[str, Any], tools: str, has_images: bool
+) -> Example:  # fmt: skip
     if not isinstance(record, Mapping) or "prompt" not in record:
         what = f'{source}, record {number}: it must be a dictionary with the key "prompt". Received: {record!r:.100}.'
         raise UserError(what)
     prompt, extra = record["prompt"], dict(record)
-    parts = [part for turn in prompt for part in _parts_of(turn)] if isinstance(prompt, list) else []
-    if record.get("image") is not None or record.get("images") or any(part.get("type") != "text" for part in parts):
-        what = "it contains images, which GRPOTrainer and RLOOTrainer do not support."
-        raise UserError(what, where=f"{source}, record {number}", remedy="Remove the image column.")
+    if not has_images and has_images_in({name: value for name, value in record.items() if value is not None}):
+        what = "it contains images, and the first record of the dataset does not."
+        raise UserError(what, where=f"{source}, record {number}", remedy="Begin the dataset with a record with images.")
     own = record.get("chat_template_kwargs") or {}
     if not isinstance(own, Mapping):
         what = f'{source}, record {number}: "chat_template_kwargs" must be a dictionary. Received: {own!r:.100}.'
@@ -134,13 +150,29 @@ def _example(record: Mapping[str, Any], source: str, number: int, variables: Map
     messages = tuple(
         Message(_ROLES.get(one["role"], "user"), one.get("content") or "", raw=_without_none(one)) for one in prompt
     )
-    return Example(messages, tools=tools, source=source, number=number, extra=extra)
+    example = Example(messages, tools=tools, source=source, number=number, extra=extra)
+    return _with_images(record, example) if has_images else example
 
 
-def _parts_of(turn: Any) -> list[Mapping[str, Any]]:
-    """Return the content parts of a message; an empty list if its content is plain text."""
-    content = turn.get("content") if isinstance(turn, Mapping) else None
-    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+def _with_images(record: Mapping[str, Any], example: Example) -> Example:
+    """Return the example with the images and videos of its record, whose columns then contain paths."""
+    images, videos = (
+        next((name for name in (f"{kind}s", kind) if record.get(name) is not None), "") for kind in ("image", "video")
+    )
+    layout = Layout(
+        "prompts", {"prompt": "prompt"}, frozenset(), OPENAI_TAGS, images=images, videos=videos, reader=MEDIA_READER,
+        verbatim=True,
+    )  # fmt: skip
+    found = Record(record, example.source, example.number, layout)
+    try:
+        messages = tuple(
+            replace(one, content=content_of(layout, one.content, f"prompt[{at}].content"))
+            for at, one in enumerate(example.messages)
+        )
+        example = with_images(found, replace(example, messages=messages))
+    except BadRecord as error:
+        raise UserError(error.what, where=example.place, remedy=error.remedy) from error
+    return replace(example, extra=with_paths(example.extra, found, example))
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,17 +9,20 @@ import torch
 from torch import Tensor
 
 from burnish.config.errors import UserError
+from burnish.data.images.family import Family
 from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, with_unique_names
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.trainer.trl.rollouts.attributes import RolloutAttributes
 from burnish.trainer.trl.rollouts.tools import Environments, ToolSource
+from burnish.trainer.trl.vision import with_loaded_images
 
 
 class RewardMethods(RolloutAttributes):
     """Base class that computes rewards with ``_calculate_rewards``, which a script may override."""
 
     environments: Environments | None
+    family: Family | None
     reward_funcs: list[Any]
     _log_request: dict[str, Any]
     _logged_extra: dict[str, list[Any]]
@@ -56,6 +59,8 @@ class RewardMethods(RolloutAttributes):
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
         """Return the rewards of this rank's completions, using the method that a script may override."""
+        if self.family is not None:
+            columns = with_loaded_images(columns)
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)
