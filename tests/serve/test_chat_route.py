@@ -280,6 +280,25 @@ def test_draining_server_accepts_no_new_requests(serve) -> None:
     assert json.loads(send(running, "GET", "/readyz")[2])["status"] == "draining"
 
 
+def test_requests_during_shutdown_are_503_in_every_queue(serve, tmp_path, monkeypatch) -> None:
+    running, opening = serve(media_root=str(tmp_path)), threading.Event()
+    monkeypatch.setattr(
+        "burnish.serve.api.image_access.ImageAccess.load_images", lambda _, request: (opening.wait(20), request)[1]
+    )
+    parts = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text", "text": "What?"}]
+    with_image = {"model": "first", "messages": [{"role": "user", "content": parts}]}
+    with ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(send, running, "POST", "/v1/chat/completions", with_image) for _ in range(5)]
+        wait_for(lambda: running.state.opening._work_queue.qsize() == 1)
+        running.state.phase = "draining"
+        for threads in (running.state.prompts, running.state.opening):  # as drain() does
+            threads.shutdown(wait=False, cancel_futures=True)
+        opening.set()
+        answers.append(pool.submit(send, running, "POST", "/v1/chat/completions", CHAT))
+        assert [answer.result()[0] for answer in answers] == [503] * 6
+        assert {json.loads(answer.result()[2])["error"]["code"] for answer in answers} == {"draining"}
+
+
 # --- text completions, tokens, the rest -------------------------------------------------------------------------------
 
 

@@ -207,9 +207,13 @@ class Routes:
                 raise queue_full(patience_s)
             return function(*arguments)
 
-        future = self.state.prompts.submit(run)
+        return await self._in_threads(self.state.prompts, run)
+
+    async def _in_threads(self, threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function in a pool of threads. Raises APIError 503 if the server shuts down before it is called."""
+        self.state.ready()
         try:
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(threads.submit(function, *arguments))
         except asyncio.CancelledError:
             self.state.ready()  # raises 503 if the server is shutting down
             raise
@@ -218,7 +222,8 @@ class Routes:
         """Return the request with the images that it names by URL or path included."""
         if not self.images.needs(request_body):
             return request_body
-        return await asyncio.wrap_future(self.state.opening.submit(self.images.load_images, request_body))
+        loaded: ChatRequest = await self._in_threads(self.state.opening, self.images.load_images, request_body)
+        return loaded
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         if not ignored:
