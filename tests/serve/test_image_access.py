@@ -21,6 +21,7 @@ from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http import fetching
 from burnish.serve.http.errors import APIError
 from burnish.serve.http.fetching import NotFetchedError, fetch, is_global
+from serve.client import post
 
 CONTENT = b"not a real image, and nobody asks here"
 HOST = "images.test"
@@ -314,6 +315,18 @@ def test_large_file_is_rejected_before_reading(media):
     with open(media / "large.png", "wb") as file:
         file.truncate(10**12)
     assert "larger than 1,000 bytes" in access_error(ImageAccess(root=str(media), most_bytes=1000), "large.png")
+
+
+def test_too_many_images_are_rejected_before_a_file_is_opened(media, serve, monkeypatch):
+    opened = []
+    monkeypatch.setattr(ImageAccess, "content", lambda self, url, param: opened.append(url) or CONTENT)
+    running = serve(media_root=str(media))
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    message = {"role": "user", "content": [image] * 65}
+    status, body = post(running, "/v1/chat/completions", {"model": "first", "messages": [message]})
+    assert (status, body["error"]["param"]) == (400, "messages")
+    assert "at most 64 images. Received: 65" in body["error"]["message"]
+    assert not opened
 
 
 @pytest.mark.parametrize(

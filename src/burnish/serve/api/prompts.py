@@ -25,7 +25,7 @@ from burnish.data.stats import DataStats
 from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
 from burnish.serve.api.image_access import access_disabled_error
-from burnish.serve.api.messages import MOST_IMAGES, ChatMessage, ImageUrl, TextPart
+from burnish.serve.api.messages import ChatMessage, ImageUrl, TextPart
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
@@ -140,9 +140,6 @@ class Prompter:
             for number, part in enumerate(message.parts)
             if part.image_url
         ]
-        if len(places) > MOST_IMAGES:
-            message = f"The request has {len(places)} images; the maximum is {MOST_IMAGES}."
-            raise APIError(400, "invalid_value", message, param="messages")
         found = {id(part): self._image(part.image_url, param) for part, param in places if part.image_url}
         pixels = sum(image.width * image.height for image in found.values())
         if pixels > MAX_PIXELS:

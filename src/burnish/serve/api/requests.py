@@ -26,7 +26,7 @@ from burnish.serve.api.body import (
     problem,
     read,
 )
-from burnish.serve.api.messages import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
+from burnish.serve.api.messages import MOST_IMAGES, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from burnish.serve.http.errors import APIError
 
 WITHOUT_EFFECT = frozenset((
@@ -180,6 +180,15 @@ class ChatRequest(BaseRequest):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
     modalities: list[str] = Field(default=["text"])
+
+    @model_validator(mode="after")
+    def _has_few_images(self) -> ChatRequest:
+        """Checked before any image is fetched or read from a file."""
+        number = sum(part.image_url is not None for message in self.messages for part in message.parts)
+        if number > MOST_IMAGES:
+            what = f"must contain at most {MOST_IMAGES} images. Received: {number:,}."
+            raise problem("invalid_value", what, ".messages")
+        return self
 
     @property
     def most_tokens(self) -> int | None:
