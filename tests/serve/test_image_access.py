@@ -235,6 +235,24 @@ def test_slow_host_times_out(as_public, what):
         assert time.monotonic() - begin < 2.0
 
 
+def test_time_that_passes_while_connecting_counts(as_public, monkeypatch):
+    def drip(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b"x")
+            time.sleep(0.02)
+
+    def connect_slowly(address, timeout):  # as a TLS handshake may be
+        time.sleep(0.4)
+        return connect(address, timeout)
+
+    connect = fetching.create_connection
+    monkeypatch.setattr(fetching, "create_connection", connect_slowly)
+    with web(drip) as server, pytest.raises(NotFetchedError, match=r"took more than 0\.3 s"):
+        fetch(server.url, {f"{HOST}:{server.port}"}, 10_000, 0.3)
+
+
 def test_truncated_body_is_not_an_image(as_public):
     def short(handler):
         handler.send_response(200)

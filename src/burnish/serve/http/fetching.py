@@ -116,15 +116,19 @@ class _PinnedConnection(HTTPConnection):
         super().__init__(host, port, timeout=timeout_s)
         self.scheme, self.address = scheme, address
         self.connected: socket.socket | None = None  # ``sock`` is reset while the response is read
+        self.is_aborted = False
 
     def connect(self) -> None:
         found = create_connection((str(self.address), self.port), self.timeout)
         if self.scheme == "https":
             found = ssl.create_default_context().wrap_socket(found, server_hostname=self.host)
         self.sock = self.connected = found
+        if self.is_aborted:  # while there was no connection to shut down
+            self.abort()
 
     def abort(self) -> None:
         """Abort the request from another thread."""
+        self.is_aborted = True
         with suppress(OSError):
             if self.connected is not None:
                 self.connected.shutdown(socket.SHUT_RDWR)
