@@ -100,6 +100,17 @@ def test_image_of_an_allowed_host_is_included(as_public):
     assert as_public == [HOST]  # resolved once; the connection goes to the checked address
 
 
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [("", "/"), ("?b=1", "/?b=1"), ("/a;c.png?b=1#d", "/a;c.png?b=1"), ("/?", "/")],
+)
+def test_request_names_the_path_of_the_url(as_public, path, target):
+    with web(respond_with_image) as server:
+        url = f"http://{HOST}:{server.port}{path}"
+        assert fetch(url, {f"{HOST}:{server.port}"}, 10_000, 5.0) == CONTENT
+    assert server.asked[0][0] == target
+
+
 def test_image_urls_are_rejected_unless_a_host_is_allowed():
     message = access_error(ImageAccess(), "https://example.com/a.png")
     assert "this server does not fetch URLs" in message

@@ -51,8 +51,8 @@ def fetch(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -
     clock = threading.Timer(timeout_s, connection.abort)
     clock.start()
     try:
-        path = found._replace(scheme="", netloc="", fragment="").geturl() or "/"
-        connection.request("GET", path, headers={"Accept-Encoding": "identity", "User-Agent": "burnish"})
+        target = (found.path or "/") + (f"?{found.query}" if found.query else "")
+        connection.request("GET", target, headers={"Accept-Encoding": "identity", "User-Agent": "burnish"})
         return _body(connection.getresponse(), most_bytes)
     except (OSError, HTTPException, ValueError) as error:
         has_timed_out = time.monotonic() >= until
