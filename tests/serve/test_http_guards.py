@@ -108,6 +108,13 @@ def test_origin_allowed_by_the_operator_is_accepted(serve) -> None:
     assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example.org")
 
 
+@pytest.mark.parametrize("spelling", ["https://chat.example.org/", "https://Chat.Example.org"])
+def test_allowed_origin_may_be_written_as_a_url(serve, spelling) -> None:
+    assert not check_api(ApiOptions(api_origins=[spelling]))
+    running = serve(api_origins=[spelling])
+    assert send(running, "GET", "/v1/models", headers={"Origin": "https://chat.example.org"})[0] == 200
+
+
 def test_oversized_body_is_413_by_length_and_by_counting(serve) -> None:
     running = serve(api_max_body=2000)
     began = time.monotonic()

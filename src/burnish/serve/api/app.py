@@ -108,7 +108,7 @@ def application(options: ApiOptions, state: ServerState, key: str | None) -> ASG
     rules = Rules(
         hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
         any_address=options.api_socket is None and not is_loopback(options.api_host),
-        origins=frozenset(options.api_origins),
+        origins=frozenset(origin.rstrip("/").lower() for origin in options.api_origins),  # as browsers write them
         max_body_bytes=options.api_max_body,
     )
     headers = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
