@@ -19,7 +19,7 @@ from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.serve.api.options import ApiOptions, check_api, from_environment, needs_key, problems_of_key
 from burnish.serve.http.connections import PIECE_BYTES, LimitedProtocol
-from burnish.serve.http.guards import new_key, same_key
+from burnish.serve.http.guards import new_key, path_prefix, same_key
 from burnish.serve.http.hosts import host_name, is_loopback
 from burnish.serve.http.sockets import listen, listen_unix, shown_address
 from serve.client import CHAT, post, send
@@ -256,10 +256,17 @@ def test_server_behind_proxy_path_responds_with_and_without_it(serve) -> None:
     running = serve(api_root_path="/llm/", key=KEY)
     assert send(running, "GET", "/llm/healthz")[0] == 200
     assert send(running, "GET", "/llm/v1/models")[0] == 401
-    running = serve(api_root_path="/llm/")
+    running = serve(api_root_path="llm")
     assert send(running, "GET", "/llm/v1/models")[0] == 200
     assert send(running, "GET", "/v1/models")[0] == 200
     assert send(running, "GET", "/other/v1/models")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("root_path", "prefix"), [("", ""), ("/", ""), ("llm", "/llm"), ("/llm/", "/llm"), ("/proxy/7860", "/proxy/7860")]
+)
+def test_root_path_is_used_with_single_slashes(root_path: str, prefix: str) -> None:
+    assert path_prefix(root_path) == prefix
 
 
 @pytest.mark.parametrize(("chunk", "is_refused"), [(b"1\r\na\r\n", True), (b"40\r\n" + b"a" * 64 + b"\r\n", False)])

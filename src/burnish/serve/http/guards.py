@@ -223,9 +223,14 @@ async def _discard(receive: Receive) -> None:
                     return
 
 
-def with_and_without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
-    """Serve ``app`` with and without ``prefix``, since a proxy may or may not strip it."""
-    prefix = prefix.rstrip("/")
+def path_prefix(root_path: str) -> str:
+    """``llm``, ``/llm`` and ``/llm/`` -> ``/llm``"""
+    return f"/{stripped}" if (stripped := root_path.strip("/")) else ""
+
+
+def with_and_without_prefix(root_path: str, app: ASGIApp) -> ASGIApp:
+    """Serve ``app`` with and without a path prefix, since a proxy may or may not strip it."""
+    prefix = path_prefix(root_path)
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

@@ -44,6 +44,7 @@ def webchat(argv: Sequence[str]) -> int:
 
 def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> int:
     try:
+        from burnish.serve.http.guards import path_prefix
         from burnish.serve.http.server import log_to_stderr, serve
         from burnish.serve.http.sockets import listen, shown_address
         from burnish.serve.page.app import application
@@ -59,7 +60,7 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
     home.hold(address)
     key = None if options.web_no_key else options.web_key or home.key()
     site = Site(options, home, named)
-    address += options.web_root_path
+    address += path_prefix(options.web_root_path)
     sign_in = f"{address}/sign-in{'' if page == 'runs' else f'?to={page}'}"
     link = f"{address}/{page}" if key is None else f"{sign_in}#key={key}"
     shown = sign_in if options.web_key else link  # one that was made here is known from nowhere else
