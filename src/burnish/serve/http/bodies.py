@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,7 +66,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _invalid_json(f"byte {error.start} is not UTF-8") from error
     try:
-        value = json.loads(text, object_pairs_hook=_object_without_duplicate_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_object_without_duplicate_keys, parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+        )  # fmt: skip
     except json.JSONDecodeError as error:
         raise _invalid_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
     except RecursionError as error:
@@ -104,6 +108,12 @@ def _object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, An
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise APIError(400, "invalid_json", f'The key "{_shorten(twice)}" appears twice in one object.')
     return found
+
+
+def _finite_float(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise _invalid_json(f"the number {_shorten(text)} is too large")
+    return value
 
 
 def _refuse_constant(word: str) -> NoReturn:
