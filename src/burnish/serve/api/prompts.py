@@ -65,8 +65,9 @@ class Prompter:
         Raises:
             APIError: 400.
         """
-        template = self._template_with(json.dumps(self._arguments(request), sort_keys=True))
+        arguments = json.dumps(self._arguments(request), sort_keys=True)
         try:
+            template = self._template_with(arguments)
             row = dict(template.prompt_row(self.example(request)))
         except _RENDERING_ERRORS as error:
             raise self._unwritable(error) from error
@@ -294,8 +295,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
+        return "{" + ", ".join(f"{_json(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return _json(value)  # Jinja does not join the two escaped surrogates of a character
 
 
 def _json(value: Any) -> str:

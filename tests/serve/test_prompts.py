@@ -1,0 +1,40 @@
+"""Prompts of chat requests: variables of templates, and messages that are joined or continued."""
+
+from __future__ import annotations
+
+import pytest
+
+from burnish.data.chat.choose import load_template
+from burnish.serve.api.body import read
+from burnish.serve.api.prompts import Prompter
+from burnish.serve.api.requests import ChatRequest
+from burnish.serve.http.errors import APIError
+from helpers.template_cases import byte_tokenizer, template_options
+
+WITH_MOOD = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ mood }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QUESTION = {"role": "user", "content": "hi"}
+
+
+def prompt_text(chat_template: str | None = None, name: str | None = None, **body: object) -> str:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    prompter = Prompter(load_template(template_options(template=name), tokenizer))
+    return str(tokenizer.decode(prompter.ids(read(ChatRequest, {"model": "m", **body}))))
+
+
+@pytest.mark.parametrize(
+    "mood", ["glad", "\N{GRINNING FACE}é", 'a "b" \\ {% x %}\n', ["\N{GRINNING FACE}"], -1.5, None]
+)
+def test_template_variable_has_the_value_of_the_request(mood: object) -> None:
+    text = prompt_text(WITH_MOOD, messages=[QUESTION], chat_template_kwargs={"mood": mood})
+    assert text == f"<|im_start|>user\n{mood}hi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_value_that_the_template_cannot_render_is_an_error_of_the_request() -> None:
+    template = WITH_MOOD.replace("{{ mood }}", "{{ mood.upper() if mood is defined }}")
+    with pytest.raises(APIError, match="cannot render") as refused:
+        prompt_text(template, messages=[QUESTION], chat_template_kwargs={"mood": 1})
+    assert (refused.value.status, refused.value.param) == (400, "messages")
