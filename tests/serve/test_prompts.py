@@ -38,3 +38,9 @@ def test_value_that_the_template_cannot_render_is_an_error_of_the_request() -> N
     with pytest.raises(APIError, match="cannot render") as refused:
         prompt_text(template, messages=[QUESTION], chat_template_kwargs={"mood": 1})
     assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+def test_joined_responses_keep_the_reasoning_of_each() -> None:
+    thoughts = [{"role": "assistant", "content": text, "reasoning_content": f"because {text}"} for text in ("a", "b")]
+    text = prompt_text(name="qwen3", messages=[QUESTION, *thoughts, QUESTION])
+    assert "<think>\nbecause a\n\nbecause b\n</think>\n\na\n\nb<|im_end|>" in text

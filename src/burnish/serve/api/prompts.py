@@ -244,8 +244,9 @@ def _join_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             between = [TextPart(type="text", text="\n\n")]
             found[-1] = found[-1].model_copy(update={"content": [*_parts(found[-1]), *between, *_parts(message)]})
         elif is_alike and not (found[-1].calls or message.calls):
-            parts = [part for part in (found[-1].text, message.text) if part]
-            found[-1] = found[-1].model_copy(update={"content": "\n\n".join(parts)})
+            text = "\n\n".join(filter(None, (found[-1].text, message.text)))
+            reasoning = "\n\n".join(filter(None, (found[-1].reasoning, message.reasoning)))
+            found[-1] = found[-1].model_copy(update={"content": text, "reasoning_content": reasoning})
         else:
             found.append(message)
     return found
