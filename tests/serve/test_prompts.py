@@ -44,3 +44,11 @@ def test_joined_responses_keep_the_reasoning_of_each() -> None:
     thoughts = [{"role": "assistant", "content": text, "reasoning_content": f"because {text}"} for text in ("a", "b")]
     text = prompt_text(name="qwen3", messages=[QUESTION, *thoughts, QUESTION])
     assert "<think>\nbecause a\n\nbecause b\n</think>\n\na\n\nb<|im_end|>" in text
+
+
+def test_reasoning_of_a_response_to_continue_is_not_dropped_silently() -> None:
+    response = {"role": "assistant", "content": "abc"}
+    options = {"name": "qwen3", "continue_final_message": True}
+    assert prompt_text(messages=[QUESTION, response], **options).endswith("<|im_start|>assistant\nabc")
+    with pytest.raises(APIError, match="reasoning_content"):
+        prompt_text(messages=[QUESTION, {**response, "reasoning_content": "because"}], **options)

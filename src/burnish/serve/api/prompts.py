@@ -72,7 +72,7 @@ class Prompter:
         except _RENDERING_ERRORS as error:
             raise self._unwritable(error) from error
         if request.continue_final_message:
-            row["input_ids"] = [*row["input_ids"], *self._continuation(template, request.messages[-1].text)]
+            row["input_ids"] = [*row["input_ids"], *self._continuation(template, request.messages[-1])]
         return row
 
     def whole(self, request: ChatRequest) -> list[int]:
@@ -157,8 +157,12 @@ class Prompter:
         except BadImage as error:
             raise APIError(400, "invalid_image", str(error), param=param) from None
 
-    def _continuation(self, template: Template, text: str) -> list[int]:
-        """Return the ids of the response that should be continued."""
+    def _continuation(self, template: Template, response: ChatMessage) -> list[int]:
+        """Return the ids of the response that should be continued. Raises APIError."""
+        text = response.text
+        if response.reasoning:
+            message = "reasoning_content of the message to continue is not supported: remove it."
+            raise APIError(400, "unsupported_parameter", message, param="messages")
         if not text:
             return []
         encoder = template.form.encoder
