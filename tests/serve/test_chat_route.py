@@ -326,6 +326,15 @@ def test_prompt_is_only_scored_if_no_tokens_are_requested(serve) -> None:
     assert whole["usage"]["completion_tokens"] == 0
 
 
+def test_prompt_may_fill_the_context_if_it_is_only_scored(serve) -> None:
+    running = serve()
+    body = {"model": "first", "prompt": "a" * 512, "echo": True, "logprobs": 0}
+    status, whole = post(running, "/v1/completions", {**body, "max_tokens": 0})
+    assert (status, len(whole["choices"][0]["logprobs"]["tokens"])) == (200, 512)
+    status, refused = post(running, "/v1/completions", {**body, "max_tokens": 1})
+    assert (status, refused["error"]["param"]) == (400, "prompt")
+
+
 def test_several_prompts_have_choices_in_their_order(serve) -> None:
     running = serve(lambda ask: [*ask.ids, END])
     _, whole = post(running, "/v1/completions", {"model": "first", "prompt": ["ab", "cd"], "n": 2})

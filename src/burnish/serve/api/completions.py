@@ -94,20 +94,22 @@ class CompletionService:
         answer.cancel()
         self.in_progress.discard(answer)
 
-    def length(self, requested: int | None, prompt: Sequence[int]) -> int:
+    def length(self, request: ChatRequest | CompletionRequest, prompt: Sequence[int]) -> int:
         """Return the maximum length of a response: as requested, limited by the room that the prompt leaves.
 
         Raises:
             APIError: 400 ``context_length_exceeded`` if there is no room.
         """
+        requested = self.max_tokens if request.most_tokens is None else request.most_tokens
         available = self.served.context - len(prompt)
-        if available < 1:
+        if available < min(1, requested):  # 0 if the prompt is only scored
             message = (
                 f"The prompt has {len(prompt):,} tokens; the context for prompt and response together is "
                 f"{self.served.context:,} tokens. Shorten the prompt."
             )
-            raise APIError(400, "context_length_exceeded", message, param="messages")
-        return min(self.max_tokens if requested is None else requested, self.max_tokens, available)
+            param = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise APIError(400, "context_length_exceeded", message, param=param)
+        return min(requested, self.max_tokens, available)
 
     def refuse_long(self, num_characters: int, param: str) -> None:
         """Raise APIError for a prompt that cannot fit into the context, however it is tokenized."""
@@ -138,7 +140,7 @@ class CompletionService:
         if request.seed is not None:
             sampling = replace(sampling, seed=request.seed + index)
         return GenerationRequest(
-            ids=prompt, max_new_tokens=self.length(request.most_tokens, prompt),
+            ids=prompt, max_new_tokens=self.length(request, prompt),
             adapter=self.served.adapter_of(request.model), sampling=sampling, stop_ids=self.served.stop_ids(request),
             min_new_tokens=request.min_tokens, top_logprobs=request.num_logprobs,
             grammar=self.served.grammar(request, prompt), index=index, deadline=time.monotonic() + self.timeout_s,
