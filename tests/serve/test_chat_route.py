@@ -165,6 +165,38 @@ def test_unknown_fields_are_named_and_rejected_by_strict_server(serve) -> None:
     assert (status, body["error"]["param"]) == (400, "tempratur")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}), ("/tokenize", {"messages": CHAT["messages"]}),
+        ("/detokenize", {"model": "first", "tokens": [97]}),
+    ],
+)  # fmt: skip
+def test_unknown_fields_of_other_routes_are_named_and_rejected_by_strict_server(serve, path, body) -> None:
+    odd = {**body, "add_special_tokens": False}
+    status, headers, _ = send(serve(), "POST", path, odd)
+    assert (status, headers["x-burnish-ignored"]) == (200, "add_special_tokens")
+    strict = serve(api_strict=True)
+    assert post(strict, path, odd)[1]["error"]["param"] == "add_special_tokens"
+    assert post(strict, path, body)[0] == 200
+
+
+def test_fields_that_change_a_prompt_change_its_tokens(serve) -> None:
+    running, known = serve(), []
+    running.state.service.served.counted_prompt = lambda request: known.append(request) or ([1], [])
+    reply, function = {"role": "assistant", "content": "Yes"}, {"type": "function", "function": {"name": "add"}}
+    chat = {"messages": CHAT["messages"], "tools": [function], "tool_choice": "none", "reasoning_effort": "none"}
+    assert post(running, "/tokenize", chat)[0] == 200
+    assert (known[-1].offered, known[-1].reasoning_effort) == ([], "none")
+    continued = {"messages": [*CHAT["messages"], reply], "add_generation_prompt": False}
+    assert post(running, "/tokenize", continued)[0] == 200
+    assert known[-1].continue_final_message
+    for path in ("/tokenize", "/v1/chat/completions"):  # there is no prompt that ends with the message of a user
+        assert post(running, path, {**CHAT, "add_generation_prompt": False})[1]["error"]["param"] == (
+            "add_generation_prompt"
+        )
+
+
 def test_unknown_model_is_404_and_known_ones_are_listed(serve) -> None:
     status, body = post(serve(), "/v1/chat/completions", {**CHAT, "model": "gpt-4"})
     assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
@@ -350,6 +382,7 @@ def test_tokenize_and_detokenize_are_inverse(serve) -> None:
     assert post(running, "/detokenize", {"tokens": result["tokens"]})[1] == {"prompt": "hé"}
     assert post(running, "/tokenize", {"messages": CHAT["messages"]})[1]["count"] == len("user:hi\n")
     assert post(running, "/detokenize", {"tokens": [257]})[0] == 400
+    assert post(running, "/detokenize", {"model": "other", "tokens": [97]})[0] == 404
 
 
 def test_unknown_route_lists_the_existing_ones(serve) -> None:

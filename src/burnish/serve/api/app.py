@@ -32,6 +32,7 @@ from burnish.serve.api.requests import (
     ModelRequest,
     ScoreRequest,
     TokenizeRequest,
+    read_fields,
     read_request,
     unknown_model_error,
 )
@@ -280,37 +281,42 @@ class Routes:
     async def tokenize(self, request: Request) -> Any:
         body = await json_object(request)
         service = self.state.ready()
-        body_fields = read(TokenizeRequest, body)
+        is_chat = body.get("messages") is not None
+        body_fields, ignored = read_fields(TokenizeRequest, body, self.options.api_strict and not is_chat)
         model = body_fields.model or self.state.models[0]["id"]
         service.served.adapter_of(model)
         images: list[dict[str, int]] = []
-        if body_fields.messages is None:
+        if not is_chat:
             ids = await self._in_order(service.text_prompt, body_fields.prompt)
         else:
             continues = not body_fields.add_generation_prompt and _ends_with_assistant(body_fields.messages)
-            chat: dict[str, Any] = {
-                key: body[key] for key in ("messages", "tools", "chat_template_kwargs") if key in body
-            }
-            request_body = self._read(ChatRequest, {**chat, "model": model, "continue_final_message": continues})
+            chat = {**body, "model": model, **({"continue_final_message": True} if continues else {})}
+            request_body = self._read(ChatRequest, chat)
+            ignored = request_body.ignored
             service.refuse_long(request_body.num_characters, "messages")
             request_body = await self._with_images(request_body)
             ids, images = await self._in_order(service.served.counted_prompt, request_body)
         pieces = [service.served.shown(token)[0] for token in ids]
         found = {"tokens": ids, "count": len(ids), "max_model_len": service.served.context, "pieces": pieces}
-        return Json({**found, "images": images} if images else found)
+        return Json({**found, "images": images} if images else found, headers=self._headers(ignored))
 
     async def detokenize(self, request: Request) -> Any:
         body = await json_object(request)
-        service, tokens = self.state.ready(), read(DetokenizeRequest, body).tokens
+        service = self.state.ready()
+        body_fields, ignored = read_fields(DetokenizeRequest, body, self.options.api_strict)
+        service.served.adapter_of(body_fields.model or self.state.models[0]["id"])
+        tokens = body_fields.tokens
         for place, token in enumerate(tokens):
             if token >= service.served.vocab_size:
                 message = f'"tokens[{place}]" must be below {service.served.vocab_size:,}. Received: {token}.'
                 raise APIError(400, "invalid_value", message, param=f"tokens[{place}]")
-        return Json({"prompt": await self._in_order(service.served.text_of, tokens)})
+        text = await self._in_order(service.served.text_of, tokens)
+        return Json({"prompt": text}, headers=self._headers(ignored))
 
     async def score(self, request: Request) -> Any:
         body = await json_object(request)
-        service, body_fields = self.state.ready(), read(ScoreRequest, body)
+        service = self.state.ready()
+        body_fields, ignored = read_fields(ScoreRequest, body, self.options.api_strict)
         model = body_fields.model
         service.served.adapter_of(model)
         scorer = service.served.scorer
@@ -337,7 +343,7 @@ class Routes:
             for place, score in zip(some, found_scores, strict=True):
                 scores[place] = score
         found = {"id": f"scoreval-{secrets.token_hex(12)}", "object": "score.evaluation", "model": model}
-        return Json({**found, "scores": scores})
+        return Json({**found, "scores": scores}, headers=self._headers(ignored))
 
     def _scoring_input(self, model: str, place: int, text: Any) -> Any:
         """Return one input of a scoring request: a text, or the messages of a conversation with its response."""

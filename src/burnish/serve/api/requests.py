@@ -9,13 +9,14 @@ Source of the fields: OpenAI's API reference, as typed in the openai package. Ot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
 from burnish.serve.api.body import (
     TEXT_OR_OTHER,
+    AnyBody,
     Body,
     Integer,
     Stop,
@@ -231,10 +232,9 @@ class ChatRequest(BaseRequest):
             yield api_error("unsupported_parameter", "modalities", message)
         if self.top_logprobs is not None and not self.logprobs:
             yield api_error("invalid_value", "top_logprobs", "requires logprobs: true.")
-        if self.continue_final_message and self.add_generation_prompt:
-            yield api_error(
-                "invalid_value", "add_generation_prompt", "must be false if continue_final_message is true."
-            )
+        if self.add_generation_prompt is self.continue_final_message:
+            must = "must be false if continue_final_message is true, and true otherwise."
+            yield api_error("invalid_value", "add_generation_prompt", must)
         yield from self._problems_of_tools()
         yield from self._problems_of_order()
 
@@ -347,6 +347,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
+    model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MOST_IDS)]
 
 
@@ -364,13 +365,26 @@ def read_request(kind: type[AnyRequest], body: Mapping[str, Any], most_choices: 
     request = read(kind, body)
     problems = list(request.problems(most_choices))
     if is_strict:
-        message = "is unknown, and this server rejects unknown fields (api_strict)."
-        problems += [
-            api_error("unsupported_parameter", name, message) for name in request.ignored if name not in UNSUPPORTED
-        ]
+        problems += _unknown_fields(name for name in request.ignored if name not in UNSUPPORTED)
     if problems:
         raise combine_errors(problems)
     return request
+
+
+def read_fields(kind: type[AnyBody], body: Mapping[str, Any], is_strict: bool) -> tuple[AnyBody, tuple[str, ...]]:
+    """Parse the body of another request. Returns it with the names of its unknown fields, which ``is_strict`` rejects.
+    Raises like ``read``."""
+    fields = read(kind, body)
+    ignored = tuple(fields.model_extra or ())
+    if is_strict and ignored:
+        raise combine_errors(list(_unknown_fields(ignored)))
+    return fields, ignored
+
+
+def _unknown_fields(names: Iterable[str]) -> Iterator[APIError]:
+    for name in names:
+        message = "is unknown, and this server rejects unknown fields (api_strict)."
+        yield api_error("unsupported_parameter", name, message)
 
 
 def unknown_model_error(name: str, known: list[str]) -> APIError:
