@@ -113,7 +113,8 @@ def test_non_loopback_bind_generates_a_key_and_prints_it_once() -> None:
 
 
 @pytest.mark.slow
-def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_unix_socket_replaces_a_port(tmp_path: Path, is_removed: bool) -> None:
     path = tmp_path / "engine.sock"
     process = Process(MODEL, f"api_socket={path}")
     until = time.monotonic() + 120
@@ -124,6 +125,8 @@ def test_unix_socket_replaces_a_port(tmp_path: Path) -> None:
         raw.connect(str(path))
         raw.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b'"status":"ready"' in raw.makefile("rb").read()
+    if is_removed:  # by somebody else, while the server runs
+        path.unlink()
     assert process.ended() == 128 + signal.SIGTERM
     assert not path.exists()
 

@@ -233,6 +233,9 @@ def test_unix_socket_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a socket"):
         listen_unix(path)
     assert Path(path).read_text() == "not a socket"
+    for impossible in (f"{path}/inner.sock", f"{tmp_path}/{'a' * 300}"):
+        with pytest.raises(UserError, match="Cannot create the socket"):
+            listen_unix(impossible)
 
 
 def test_servers_avoid_vulnerable_starlette_apis() -> None:

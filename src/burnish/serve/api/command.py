@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.bounds import SERVED_RENDERING_S
@@ -74,7 +75,7 @@ def api(argv: Sequence[str]) -> int:
         status = asyncio.run(_serve(argv, options, state, key, found))
     finally:
         if options.api_socket:
-            os.unlink(options.api_socket)
+            Path(options.api_socket).unlink(missing_ok=True)
     if state.phase == "loading":  # the loading thread would crash while its libraries are unloaded
         say("", sys.stdout, end="")  # flush
         os._exit(status)

@@ -76,7 +76,7 @@ def _remove_stale_socket(path: str) -> None:
     """Remove the stale socket of a killed process."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
-    except FileNotFoundError:
+    except OSError:  # there is no file; otherwise the socket cannot be created either, for the same reason
         return
     if is_socket and not _accepts_connections(path):
         os.unlink(path)
