@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 import burnish
 from burnish.config.errors import UserError
-from burnish.serve.api.command import read_options, with_adapters
+from burnish.serve.api.command import in_thread, read_options, with_adapters
 from serve.client import send
 
 pytestmark = pytest.mark.run
@@ -129,6 +130,22 @@ def test_unix_socket_replaces_a_port(tmp_path: Path, is_removed: bool) -> None:
         path.unlink()
     assert process.ended() == 128 + signal.SIGTERM
     assert not path.exists()
+
+
+def test_work_that_outlives_the_server_ends_silently(monkeypatch) -> None:
+    """An engine may need longer to stop than the server waits for it."""
+    faults, is_over = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(in_thread(is_over.wait), 0.05)
+
+    asyncio.run(give_up())
+    (thread,) = (one for one in threading.enumerate() if one.name == "burnish-loading")
+    is_over.set()
+    thread.join(10)
+    assert not faults
 
 
 @pytest.mark.sample(3)

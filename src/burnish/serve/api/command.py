@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,8 @@ async def in_thread(work: Callable[[], Any]) -> Any:
             result = work()
         except BaseException as error:  # every exception must reach the awaiting caller
             failure = error
-        loop.call_soon_threadsafe(finish, result, failure)
+        with suppress(RuntimeError):  # the loop has ended, because nothing waits for the result any more
+            loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name="burnish-loading", daemon=True).start()
     return await signalled
