@@ -88,10 +88,11 @@ def test_llamafactory_inference_config_is_accepted(model: Path, adapters: dict[s
 
 
 def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str, Path]) -> None:
-    options = json.dumps({name: str(folder) for name, folder in adapters.items()})
+    served = {"first v1.0": adapters["first"], "keys": adapters["second"]}  # any names
+    options = json.dumps({name: str(folder) for name, folder in served.items()})
     loaded = load_for_inference(serving_of([str(model), f"served_adapters={options}", "infer_dtype=float32"]).options)
     loop = Scheduler(loaded.model, SlotLimits(6, 128), adapters=loaded.adapters, adapter_context=loaded.adapter_context)
-    names = [BASE, "first", "second", "first", BASE, "second"]
+    names = [BASE, "first v1.0", "keys", "first v1.0", BASE, "keys"]
     prompts = [[5 + at, 6, 7 + at, 8] for at in range(6)]
     responses = generate_responses(
         loop, [GenerationRequest(ids, 8, adapter=name) for ids, name in zip(prompts, names, strict=True)]
@@ -99,7 +100,7 @@ def test_parallel_adapters_respond_as_each_alone(model: Path, adapters: dict[str
     for ids, name, answer in zip(prompts, names, responses, strict=True):
         reference = load_model(RunOptions(model_name_or_path=str(model)), dtype=torch.float32)
         if name != BASE:
-            load_adapter(reference, adapters[name])
+            load_adapter(reference, served[name])
             merge_into_base(reference)
         assert answer.ids == generate_alone(reference, ids, 8)
     assert len({tuple(answer.ids) for answer in responses}) > 2

@@ -98,18 +98,20 @@ def served_folders(options: AnsweringOptions) -> dict[str, Path]:
 
 def load_side_by_side(model: nn.Module, folders: Mapping[str, Path]) -> AdapterContext:
     """Load adapters into the model. Returns the context in which each row uses its own adapter."""
+    # The names of modules may not contain a dot, as in v1.0, or be those of methods.
+    attached = {name: f"served{number}" for number, name in enumerate(folders)}
     for name, folder in folders.items():
-        load_adapter(model, folder, name)
-        if reason := reason_against_rows(model, name):
+        load_adapter(model, folder, attached[name])
+        if reason := reason_against_rows(model, attached[name]):
             what = f'the adapter "{name}" cannot be served in addition to the model: {reason}.'
             remedy = "Serve it alone, as adapter_name_or_path."
             raise UserError(what, where=str(folder), remedy=remedy, option="served_adapters")
     set_active(model, [])
     model.eval()
-    return partial(_rows, model)
+    return partial(_rows, model, attached)
 
 
-def _rows(model: nn.Module, names: Sequence[str]) -> Any:
+def _rows(model: nn.Module, attached: Mapping[str, str], names: Sequence[str]) -> Any:
     if all(name == BASE for name in names):
         return nullcontext()  # none is active
-    return rows_through(model, [WITHOUT if name == BASE else name for name in names])
+    return rows_through(model, [WITHOUT if name == BASE else attached[name] for name in names])
