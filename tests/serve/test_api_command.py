@@ -158,6 +158,7 @@ def test_work_that_outlives_the_server_ends_silently(monkeypatch) -> None:
         ([MODEL, "port=0"], 'Did you mean "api_port"?'),
         ([MODEL, "api_key=0123456789"], "process list"),
         ([MODEL, "api_host=192.0.2.7", "api_port=0"], "192.0.2.7"),
+        ([MODEL, "api_port=0", "--adapter", f"model={MODEL}"], '"model" is a name of the model and of an adapter'),
     ],
 )
 def test_user_error_gives_one_sentence_and_status_2(argv: list[str], message: str) -> None:
@@ -186,6 +187,8 @@ def test_adapters_are_named_individually() -> None:
     assert json.loads(argv[3]) == {"sql": "a/b", "poet": "c=d"}
     with pytest.raises(UserError, match="name=folder"):
         with_adapters(["m", "--adapter", "sql"])
+    with pytest.raises(UserError, match=r'"sql" twice: a/b and c/d'):
+        with_adapters(["m", "--adapter", "sql=a/b", "--adapter", "sql=c/d"])
 
 
 LOOPS = (

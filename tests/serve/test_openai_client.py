@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,7 @@ from burnish.serve.api.responses import OutputQueue
 from burnish.serve.api.served import ServedModel
 from burnish.serve.chat.backends import Request, ServerBackend
 from burnish.serve.command_line import serving_of
+from helpers.template_cases import byte_tokenizer
 from serve.client import post
 from serve.fakes import END
 from serve.server_thread import serve_app, server_starter
@@ -324,6 +326,12 @@ def test_adapters_are_served_side_by_side_under_their_names(tmp_path) -> None:
         client.chat.completions.create(model="sql", messages=ASKED)
     end()
     engine.close()
+
+
+def test_adapter_with_a_colon_in_its_name_is_listed() -> None:
+    loaded = SimpleNamespace(context=8, tokenizer=byte_tokenizer(), template=None, images=None, adapters=("sql:v2",))
+    model = ServedModel(loaded, None, "demo")
+    assert [entry["id"] for entry in model.models()] == ["demo", "sql:v2"]
 
 
 GRADES = {

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.bounds import SERVED_RENDERING_S
-from burnish.config.errors import MissingExtraError, Problem, first_line
+from burnish.config.errors import MissingExtraError, Problem, UserError, first_line
 from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, CONFIG_SUFFIXES, merge, path_of, read_arguments
@@ -168,6 +168,11 @@ def load_served(
     state.share = 0.1
     serving = serving_of(argv, own=tuple(API_OPTIONS))
     state.share = 0.3
+    if taken := {options.api_model_name or serving.name, *options.api_aliases} & {
+        *(serving.options.served_adapters or ())
+    }:
+        what = f'"{min(taken)}" is a name of the model and of an adapter, so requests could reach only one of them.'
+        raise UserError(what, remedy="Rename the adapter, or set api_model_name.", option="served_adapters")
     loaded = load_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
     for sentence in (*notes_of_chat(serving), *loaded.notes):
         log.info(sentence)

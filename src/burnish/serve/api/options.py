@@ -165,5 +165,9 @@ def with_adapters(argv: Sequence[str]) -> list[str]:
         name, _, folder = values.partition("=")
         if not (name and folder):
             raise UserError(f'--adapter must be name=folder. Received: "{values}".')
+        if name in named:
+            raise UserError(
+                f'--adapter names "{name}" twice: {named[name]} and {folder}.', remedy="Rename one of them."
+            )
         named[name] = folder
     return [*left, "--served_adapters", json.dumps(named)] if named else left

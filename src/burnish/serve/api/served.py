@@ -67,7 +67,7 @@ class ServedModel:
         """Return the entries of ``/v1/models``: the model, its aliases and its adapters."""
         entries = []
         for name, adapter in self._names.items():
-            if ":" in name and adapter != BASE:
+            if name == f"{self.name}:{adapter}":
                 continue  # the long name of an adapter
             parent = self.name if adapter != BASE else None
             entries.append(
