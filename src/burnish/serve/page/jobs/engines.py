@@ -80,7 +80,7 @@ class Engines:
 
     async def states(self) -> list[dict[str, Any]]:
         """State of every engine."""
-        for one in self._all.values():
+        for one in list(self._all.values()):  # others may begin and end meanwhile
             await self._update_state(one)
         return [{"id": e.id, "name": e.name, "state": e.state, "said": e.message} for e in self._all.values()]
 
