@@ -29,3 +29,13 @@ def test_states_are_listed_while_an_engine_ends(engines: Engines, tmp_path: Path
 
     monkeypatch.setattr("burnish.serve.page.jobs.engines.request_json", ready_after_another_request)
     assert [one["id"] for one in asyncio.run(engines.states())] == [first.id]
+
+
+def test_model_that_is_loaded_again_has_another_socket_than_its_ending_process(
+    engines: Engines, tmp_path: Path
+) -> None:
+    before = engines.begin(tmp_path, "model")
+    engines.end(before.id)
+    after = engines.begin(tmp_path, "model")
+    assert (after.id, after.socket.parent) == (before.id, before.socket.parent)
+    assert after.socket != before.socket

@@ -14,6 +14,7 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from burnish.serve.http.errors import APIError
@@ -64,7 +65,8 @@ class Engines:
         alive = [one for one in self._all.values() if one.child.poll() is None]
         if len(alive) >= MOST_ENGINES:
             raise APIError(409, "too_many_engines", f"{MOST_ENGINES} models are already loaded. Unload one first.")
-        socket, log = self.home.folder / f"engine-{identity}.sock", self.home.folder / f"engine-{identity}.log"
+        # Not the socket of an earlier process of the same model, which may still be shutting down.
+        socket, log = self.home.folder / f"engine-{token_hex(6)}.sock", self.home.folder / f"engine-{identity}.log"
         log.unlink(missing_ok=True)
         argv = ["api", *named.argv, f"--api_socket={socket}", f"--api_model_name={identity}", "--api_max_tokens=2048"]
         child = self.starter.start_command(argv, log, named.folder, reads_all)
@@ -87,6 +89,7 @@ class Engines:
     async def _update_state(self, one: RunningEngine) -> None:
         if one.child.poll() is not None:
             one.state = "ended"
+            one.socket.unlink(missing_ok=True)  # it was killed
             text = one.log.read_text(encoding="utf-8", errors="replace") if one.log.is_file() else ""
             one.message = text.strip()[-600:]
             return
