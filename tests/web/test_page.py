@@ -330,6 +330,12 @@ def test_log_of_a_run_that_was_started_over_is_fetched_again(tmp_path: Path) -> 
     assert [name for name, _, _ in new_events("b" * 12, tmp_path, position, log=False)] == []
 
 
+def test_cursor_keeps_the_positions_of_a_hundred_long_runs() -> None:
+    positions = {f"{number:012x}": FilePosition(10**14, 10**9, 10**14, "0123abcd") for number in range(100)}
+    assert read_cursor(cursor_text(positions)) == positions
+    assert read_cursor(cursor_text(positions) + ",x" * 10_000) == positions
+
+
 def test_new_rows_arrive_as_events_and_continue_from_the_cursor(page, root) -> None:
     run = page.id_of("first")
     first = page.get(f"/api/poll?runs={run}&log=1")

@@ -32,6 +32,7 @@ from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
 from burnish.serve.page.runs.follow import (
+    MOST_RUNS,
     FilePosition,
     console_of,
     cursor_text,
@@ -294,7 +295,7 @@ def _collect_messages(
 ) -> tuple[list[tuple[str, Any]], str]:
     places, messages = read_cursor(cursor), []
     now = {}
-    for run in wanted[:100]:
+    for run in wanted[:MOST_RUNS]:
         place = places.get(run.id) or (FilePosition() if is_followed else end_of(run.folder, None))
         for name, data, behind in new_events(run.id, run.folder, place, log):
             place = behind

@@ -26,6 +26,8 @@ from burnish.serve.page.runs.runs import FoundRun, read_run
 from burnish.utils.files import open_regular_file_inside
 
 CONSOLE = "console.log"
+MOST_RUNS = 100
+"""Maximum number of runs in a cursor."""
 MOST_ROWS_BYTES, MOST_LOG_BYTES, _LOOK_BACK_BYTES = 512 * 1024, 16 * 1024, 512
 _CURSOR_PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0,8})")
 
@@ -46,7 +48,7 @@ Cursor = Mapping[str, FilePosition]
 def read_cursor(text: str) -> dict[str, FilePosition]:
     """Parse the cursor of a client; an invalid one means the beginning."""
     found = {}
-    for part in text[:4096].split(","):
+    for part in text.split(",", MOST_RUNS)[:MOST_RUNS]:
         if match := _CURSOR_PART.fullmatch(part):
             found[match[1]] = FilePosition(int(match[2]), int(match[3]), int(match[4]), match[5])
     return found
