@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -147,8 +148,7 @@ class Api:
         run = await self.site.run(request.path_params["id"])
         points = min(20_000, max(16, whole_number(request.query_params.get("points"), "points", 4000)))
         columns, offset = await asyncio.to_thread(series, run.folder)
-        place = end_of(run.folder, run)
-        cursor = cursor_text({run.id: type(place)(offset, place.events, place.console, place.mark)})
+        cursor = cursor_text({run.id: replace(end_of(run.folder, run), rows=offset)})
         found = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(warnings_of, run, columns)]
         few = await asyncio.to_thread(downsample, columns, points)
         return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "warnings": found})
