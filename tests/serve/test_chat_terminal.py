@@ -107,6 +107,14 @@ def test_retry_undo_and_edit_revert_turns() -> None:
     assert talk.messages == []
 
 
+def test_message_that_begins_with_clear_is_sent() -> None:
+    talk, backend, _ = talk_of()
+    talk.take("clear skies today?")
+    talk.take("clear")
+    assert [request.messages[-1]["content"] for request in backend.requests] == ["clear skies today?"]
+    assert talk.messages == []
+
+
 def test_system_message_restarts_the_conversation() -> None:
     talk, backend, _ = talk_of()
     talk.take("One?")

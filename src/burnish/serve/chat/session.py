@@ -87,7 +87,7 @@ class ChatSession:
         if not line.strip():
             return 0
         try:
-            if word in ("clear", "/new"):
+            if word == "/new" or line.strip() == "clear":
                 self.start_conversation()
             elif word.startswith("/"):
                 return self._command(word[1:], rest.strip())
