@@ -346,9 +346,13 @@ def image_file(tmp_path: Path) -> Path:
 )  # fmt: skip
 def test_setting_out_of_range_is_refused(pair: str) -> None:
     talk, _, out = talk_of()
+    name = pair.partition("=")[0]
     assert talk.take(f"/set {pair}") == 1
-    assert pair.partition("=")[0] not in talk.settings
+    assert name not in talk.settings
     assert "must be" in out.getvalue()
+    talk.take(f"/set {name}=1")
+    assert talk.take(f"/set {pair}") == 1
+    assert talk.settings[name] == 1  # the earlier setting is kept
 
 
 def test_tokens_can_be_inspected() -> None:

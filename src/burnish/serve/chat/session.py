@@ -245,8 +245,9 @@ class ChatSession:
             name, equals, value = pair.partition("=")
             if not equals or name not in SETTINGS:
                 raise UserError(f'"{pair}" is not a setting (name=value).{did_you_mean(name, SETTINGS)}')
-            self.settings.pop(name, None)
-            if value not in ("", "none", "default"):
+            if value in ("", "none", "default"):
+                self.settings.pop(name, None)
+            else:
                 try:
                     self.settings[name] = checked_setting(name, as_type(SETTINGS[name], value))
                 except ValueError as error:
