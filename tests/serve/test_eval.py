@@ -143,6 +143,34 @@ def test_malformed_mapping_is_rejected(task_dir: Path, mapping: str) -> None:
         tasks("mmlu_test", task_dir)
 
 
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        (MMLU, ["question", "A", "B", "C", "D", "answer"]),
+        ("Q?,1,2,3,4\n", ["question", "A", "B", "C", "D"]),
+        ("Q?,1,2,3,4,B,why\n", ["question", "A", "B", "C", "D", "answer", "column 6"]),
+    ],
+)
+def test_every_column_of_a_file_without_header_has_a_name(task_dir: Path, content: str, columns: list[str]) -> None:
+    """pandas would take a column without a name as the index, and the others would move by one."""
+    (task_dir / "cmmlu/test/law.csv").write_text(content)
+    (law,) = tasks("cmmlu_test", task_dir)
+    assert law.config["dataset_kwargs"]["column_names"] == columns
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cmmlu/test/law.csv", b""), ("cmmlu/test/law.csv", b"Q?,1,2\n"), ("cmmlu/dev/law.csv", b"Q?,\xe9,2,3,4,A\n"),
+        ("cmmlu/test/law.csv", b"Q" * 200_000), ("cmmlu.zip", b"PK is missing"),
+    ],
+)  # fmt: skip
+def test_unreadable_file_of_a_task_is_named(task_dir: Path, name: str, content: bytes) -> None:
+    (task_dir / name).write_bytes(content)
+    with pytest.raises(UserError, match=Path(name).name):
+        tasks("cmmlu_test", task_dir)
+
+
 def test_missing_task_is_rejected(task_dir: Path) -> None:
     with pytest.raises(UserError, match='Did you mean "mmlu"'):
         tasks("mmul_test", task_dir)

@@ -125,8 +125,11 @@ def _folder(name: str, task_dir: Path) -> Path:
     if archives:
         unpacked = folder_until_exit("burnish-task-")
         for archive in archives:
-            with zipfile.ZipFile(archive) as zipped:
-                zipped.extractall(unpacked)
+            try:
+                with zipfile.ZipFile(archive) as zipped:
+                    zipped.extractall(unpacked)
+            except (zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: encrypted, or compressed by other means
+                raise UserError(f"cannot be unpacked: {error}.", where=str(archive), option="task_dir") from error
         for mapping in folder.glob("mapping.json"):
             (unpacked / "mapping.json").write_bytes(mapping.read_bytes())
         return unpacked
@@ -156,13 +159,15 @@ def _questions_of(path: Path, examples: Path | None, split: str, lang: str) -> d
             "doc_to_text": _TEXT_OF_JSON + _ANSWER[lang], "doc_to_target": _TARGET_OF_JSON,
             "doc_to_choice": "{{'ABCDEFGHIJ'[:choices|length]|list}}",
         }  # fmt: skip
-    names = _first_row(path)
-    known = [name.strip().lower() for name in names]
+    known = [name.strip().lower() for name in next(iter(_rows(path)), [])]
     if has_header := {"question", "a", "b", "c", "d"} <= set(known):
         by_name = {name.lower(): name for name in _COLUMNS}
         names = [by_name.get(name) or f"column {at}" for at, name in enumerate(known)]
+    elif len(known) >= len(_COLUMNS) - 1:  # the answer may be missing
+        names = [*_COLUMNS, *(f"column {at}" for at in range(len(_COLUMNS), len(known)))][: len(known)]
     else:
-        names = list(_COLUMNS[: len(names)])
+        what = f"expected the columns {', '.join(_COLUMNS)}. Received: {len(known)} columns."
+        raise UserError(what, where=str(path), option="task_dir")
     # All columns are text: otherwise pandas would convert "1" to 1.0 and "None" to a missing value.
     read = {"header": 0 if has_header else None, "column_names": names, "keep_default_na": False,
             "converters": dict.fromkeys(names, str)}  # fmt: skip
@@ -173,15 +178,18 @@ def _questions_of(path: Path, examples: Path | None, split: str, lang: str) -> d
     }  # fmt: skip
 
 
-def _first_row(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file), [])
+def _rows(path: Path) -> list[list[str]]:
+    """Return the rows of a CSV file. Raises UserError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return [row for row in csv.reader(file) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot be read as CSV in UTF-8: {error}.", where=str(path), option="task_dir") from error
 
 
 def _count(path: Path) -> int:
     """Return the number of examples in a file."""
     if path.suffix == ".jsonl":
-        return sum(bool(line.strip()) for line in path.read_text(encoding="utf-8").splitlines())
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = [row for row in csv.reader(file) if row]
+        return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    rows = _rows(path)
     return len(rows) - (bool(rows) and "question" in [name.strip().lower() for name in rows[0]])
