@@ -64,9 +64,11 @@ def test_foreign_host_is_421(serve, host) -> None:
     assert (status, json.loads(text)["error"]["code"]) == (421, "wrong_host")
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "model.lan"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "model.lan", "other.lan", "other.lan:80"]
+)
 def test_known_host_is_accepted(serve, host) -> None:
-    assert send(serve(api_hosts=["Model.lan"]), "GET", "/healthz", headers={"Host": host})[0] == 200
+    assert send(serve(api_hosts=["Model.lan", "other.lan:8000"]), "GET", "/healthz", headers={"Host": host})[0] == 200
 
 
 def test_host_names_are_compared_without_port() -> None:

@@ -39,7 +39,7 @@ from burnish.serve.api.requests import (
 from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, openai_error
 from burnish.serve.http.guards import Guard, Rules, bearer, with_and_without_prefix
-from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_loopback
 from burnish.serve.http.json_response import Json
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class ServerState:
 def application(options: ApiOptions, state: ServerState, key: str | None) -> ASGIApp:
     """Return the application: all routes behind a guard."""
     routes = Routes(options, state)
-    names = {options.api_host.lower(), *(host.lower() for host in options.api_hosts)}
+    names = {host_name(host) for host in (options.api_host, *options.api_hosts)}
     rules = Rules(
         hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
         any_address=options.api_socket is None and not is_loopback(options.api_host),

@@ -26,7 +26,7 @@ from burnish.report.pace import short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import APIError, page_error
 from burnish.serve.http.guards import Guard, Rules, with_and_without_prefix
-from burnish.serve.http.hosts import LOOPBACK_NAMES, is_loopback
+from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import MemoryFiles
 from burnish.serve.page.api import Api
@@ -80,7 +80,7 @@ DOCUMENT_HEADERS = {
 def application(site: Site, sessions: Sessions) -> ASGIApp:
     """All routes, behind their guard."""
     options = site.options
-    names = {options.web_host.lower(), *(host.lower() for host in options.web_hosts)}
+    names = {host_name(host) for host in (options.web_host, *options.web_hosts)}
     rules = Rules(
         hosts=LOOPBACK_NAMES | (names - {"0.0.0.0", "::"}),  # noqa: S104  (compared with, not bound to)
         any_address=not is_loopback(options.web_host), own_origin=True, effects_need_origin=True,
