@@ -152,6 +152,22 @@ def test_private_addresses_are_never_connected_to(monkeypatch, address):
             fetch(f"http://{HOST}/a.png", {HOST}, 100, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("url", "host", "is_allowed"),
+    [
+        ("https://images.test/a", "images.test:443", True), ("https://images.test:443/a", "images.test", True),
+        ("http://images.test/a", "images.test:80", True), ("http://images.test/a", "images.test:443", False),
+        ("https://images.test:80/a", "images.test", False), ("https://images.test:8443/a", "images.test:8443", True),
+    ],
+)  # fmt: skip
+def test_port_of_the_scheme_may_be_listed(url, host, is_allowed):
+    if is_allowed:
+        assert fetching.parse_url(url, {host}).hostname == "images.test"
+    else:
+        with pytest.raises(NotFetchedError, match="does not list"):
+            fetching.parse_url(url, {host})
+
+
 def test_allowed_numeric_address_is_checked():
     for host in ("127.0.0.1", "0x7f000001", "2130706433", "127.1", "localhost"):
         with pytest.raises(NotFetchedError, match=r"not public|cannot be resolved"):

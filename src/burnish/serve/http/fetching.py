@@ -36,7 +36,7 @@ def fetch(url: str, hosts: Collection[str], most_bytes: int, timeout_s: float) -
 
     Args:
         url: URL to fetch.
-        hosts: allowed hosts in lower case, with port (``host:8080``) if it is not the default of the scheme.
+        hosts: allowed hosts in lower case, with port (``host:8080``), which may be omitted if it is that of the scheme.
         most_bytes: maximum size.
         timeout_s: maximum total time in seconds, without name resolution, which the system limits.
 
@@ -78,8 +78,9 @@ def parse_url(url: str, hosts: Collection[str]) -> SplitResult:
         raise NotFetchedError("must not contain a user name or a password.")
     if any(letter <= " " or letter == "\x7f" for letter in url) or not url.isascii():
         raise NotFetchedError("contains characters that must be percent-encoded.")
-    is_usual = port in (None, PORTS[found.scheme])
-    if (host if is_usual else f"{host}:{port}") not in hosts:
+    usual = PORTS[found.scheme]
+    names = {f"{host}:{port or usual}", *([host] if port in (None, usual) else [])}
+    if names.isdisjoint(hosts):
         raise NotFetchedError("is on a host that allow_image_urls does not list.")
     return found
 
