@@ -185,11 +185,8 @@ def default_sampling(
         value, own = getattr(options, name), getattr(config, name, None)
         is_set = name in explicit or value != getattr(plain, name)
         values[name] = value if is_set or own is None else own
-    samples = options.do_sample
-    if samples and config is not None and getattr(config, "do_sample", None) and values["temperature"] == 0:
-        samples = False
     return Sampling(
-        temperature=float(values["temperature"]) if samples else 0.0, top_p=float(values["top_p"]),
+        temperature=float(values["temperature"]) if options.do_sample else 0.0, top_p=float(values["top_p"]),
         top_k=int(values["top_k"]), repetition_penalty=float(values["repetition_penalty"]),
     )  # fmt: skip
 
