@@ -189,6 +189,28 @@ def test_cancelled_request_ends_within_a_step_and_frees_its_slot() -> None:
     assert second.reason == "length"
 
 
+@pytest.mark.parametrize("cancels_all", [False, True])
+def test_request_that_is_cancelled_at_any_moment_of_a_turn_ends_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, cancels_all: bool
+) -> None:
+    loop, answer = make_scheduler(model_of("llama")), ResponseCollector()
+
+    class Clock:
+        """Another thread submits a request and cancels it while the turn reads the time."""
+
+        @staticmethod
+        def monotonic() -> float:
+            monkeypatch.setattr(slots, "time", time)
+            handle = loop.submit(GenerationRequest([5], 50), answer)
+            loop.cancel_all() if cancels_all else loop.cancel(handle)
+            return time.monotonic()
+
+    monkeypatch.setattr(slots, "time", Clock)
+    loop.turn()
+    loop.turn()
+    assert (answer.reason, answer.ids) == ("cancelled", [])
+
+
 def test_request_ends_at_its_deadline() -> None:
     responses = generate_responses(
         make_scheduler(model_of("llama")), [GenerationRequest([5], 50, deadline=time.monotonic() - 1)]

@@ -84,10 +84,10 @@ class Scheduler:
         self._num_generating = self._num_reading = 0  # sizes of the first two ranges of slots
         self._arrived: deque[Job] = deque()  # filled by other threads
         self._waiting: deque[Job] = deque()
-        self._cancelled: set[int] = set()
+        self._cancelled: deque[int | None] = deque()  # filled by other threads; None for all requests
         self._numbers = count(1)
         self._turn = 0
-        self._is_out_of_memory = self._cancels_all = False
+        self._is_out_of_memory = False
         self._outputs: list[tuple[OutputCallback, StepOutput]] = []
         self._speed = RecentSpeed()
         self._sums = {"prompt_tokens": 0, "cached_prompt_tokens": 0, "new_tokens": 0}
@@ -105,11 +105,11 @@ class Scheduler:
 
     def cancel(self, handle: RequestHandle) -> None:
         """Cancel a request. Thread-safe; its callback is notified within a turn."""
-        self._cancelled.add(handle.number)
+        self._cancelled.append(handle.number)
 
     def cancel_all(self) -> None:
         """Cancel all requests. Thread-safe."""
-        self._cancels_all = True
+        self._cancelled.append(None)
 
     @property
     def num_waiting(self) -> int:
@@ -147,7 +147,6 @@ class Scheduler:
     def turn(self) -> bool:
         """Run one round. Returns False if there was nothing to do."""
         self._turn += 1
-        self._receive_requests()
         self._end_cancelled()
         self._admit()
         is_busy = bool(self._num_generating or self._num_reading)
@@ -172,13 +171,14 @@ class Scheduler:
         self._waiting += [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def _end_cancelled(self) -> None:
-        """Remove requests that were cancelled or have expired."""
-        cancelled, now = self._cancelled, time.monotonic()
-        self._cancelled = set()
-        cancels_all, self._cancels_all = self._cancels_all, False
+        """Receive new requests, and remove those that were cancelled or have expired."""
+        # Other threads submit a request before they cancel it. In this order, a cancelled request is received already.
+        cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
+        self._receive_requests()
+        now = time.monotonic()
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             has_timed_out = now > job.request.deadline
-            if has_timed_out or cancels_all or job.handle.number in cancelled:
+            if has_timed_out or None in cancelled or job.handle.number in cancelled:
                 error = Problem("the request timed out.") if has_timed_out else None
                 self._end(job, "cancelled", error)
         self._waiting = deque(job for job in self._waiting if not job.is_over)
