@@ -131,3 +131,20 @@ def test_engine_error_ends_the_thread_and_all_requests(
     assert not engine.facts().is_alive
     with pytest.raises(Closed, match=named):
         engine.submit(GenerationRequest([5], 20), AwaitableCollector())
+
+
+def test_error_of_the_device_ends_all_requests(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After such an error every operation on the device fails, also those that free a slot."""
+
+    def broken(*arguments) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("run", "copy_row", "swap_rows"):
+        monkeypatch.setattr(engine.loop.backend, name, broken)
+    result = [AwaitableCollector() for _ in range(3)]
+    for answer in result:
+        try:
+            engine.submit(GenerationRequest([5], 20), answer)
+        except Closed:
+            answer.ended.set()
+    assert all(answer.ended.wait(5) for answer in result)

@@ -191,8 +191,8 @@ class Scheduler:
             source, common = self._longest_prefix(job)
             if self._is_being_read(job, common):
                 return
-            self._waiting.popleft()
             self._take_slot(job, source, common)
+            self._waiting.popleft()
 
     def _longest_prefix(self, job: Job) -> tuple[int, int]:
         """Return the slot with the longest prefix of a request's prompt, and the length of the prefix."""
@@ -383,12 +383,13 @@ class Scheduler:
             torch.cuda.empty_cache()
 
     def fail_all(self, problem: Problem) -> None:
-        """End all requests, including queued ones, with an error."""
+        """End all requests, including queued ones, with an error. Uses no device, which may be the cause."""
         self._receive_requests()
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             self._end(job, "failed", problem)
         self._waiting.clear()
-        self._release_ended()
+        self._slots = [Slot() for _ in self._slots]
+        self._num_generating = self._num_reading = 0
         outputs, self._outputs = self._outputs, []
         self._deliver(outputs)
 
