@@ -155,6 +155,29 @@ def test_requests_can_be_cancelled_and_time_out(stub: RecordedServer) -> None:
     assert "timed out" in str(timed_out.error)
 
 
+def test_cancelled_request_ends_before_a_slot_is_free(stub: RecordedServer) -> None:
+    stub.pause_s, stub.chunks = 0.05, [{"token_ids": [5]}] * 100
+    engine, first, second = engine_of(stub, slots=1), ResponseCollector(), ResponseCollector()
+    running = engine.submit(GenerationRequest([3], 200), first)
+    time.sleep(0.1)
+    engine.cancel(engine.submit(GenerationRequest([4], 200), second))
+    timed_out = run(engine, GenerationRequest([4], 200, deadline=time.monotonic() + 0.1))
+    assert (first.reason, second.reason, timed_out.reason) == (None, "cancelled", "cancelled")
+    assert "timed out" in str(timed_out.error)
+    assert [body["prompt"] for body in stub.bodies] == [[3]]
+    engine.cancel(running)
+
+
+@pytest.mark.parametrize(
+    "chunk", [{"token_ids": [5], "logprobs": {"token_logprobs": [None]}}, {"token_ids": 5}, "text", None]
+)
+def test_unexpected_response_of_a_server_fails_its_request(stub: RecordedServer, chunk) -> None:
+    stub.chunks = [chunk]
+    engine = engine_of(stub)
+    assert run(engine, GenerationRequest([3], 9, top_logprobs=0)).reason == "failed"
+    assert engine.facts().running == 0
+
+
 def test_too_many_requests_and_requests_to_a_closed_engine_are_rejected(stub: RecordedServer) -> None:
     stub.pause_s = 0.1
     engine = engine_of(stub, slots=1, waiting=1)

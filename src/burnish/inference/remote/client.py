@@ -17,7 +17,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, first_line
 from burnish.inference.remote.openai_server import OpenAIServer
 from burnish.inference.remote.process import start_server
 from burnish.inference.types import (
@@ -36,6 +36,9 @@ from burnish.inference.types import (
 
 if TYPE_CHECKING:
     from burnish.inference.loaded_model import LoadedModel
+
+_POLL_S = 0.1
+"""Interval at which a queued request checks whether it was cancelled."""
 
 
 class RemoteEngine:
@@ -118,23 +121,29 @@ class RemoteEngine:
     def _run(
         self, request: GenerationRequest, callback: OutputCallback, handle: RequestHandle, cancelled: threading.Event
     ) -> None:
-        reason: EndReason = "failed"
+        reason: EndReason = "cancelled"
         error: Problem | None = None
-        with self._free_slots:
+        if self._wait_for_slot(request, cancelled):
             self._running += 1
             try:
                 reason = self._stream(request, callback, cancelled)
-                if time.monotonic() > request.deadline:
-                    error = Problem("the request timed out.")
-            except (ValueError, KeyError, RuntimeError) as failure:
-                if cancelled.is_set():
-                    reason = "cancelled"
-                else:
-                    error = Problem(f"The engine failed: {failure or type(failure).__name__}", code="internal_error")
-            finally:
-                self._running -= 1
-                self._open.pop(handle.number, None)
+            except Exception as failure:  # also of a response without the expected form; the caller must be notified
+                if not cancelled.is_set():
+                    reason = "failed"
+                    error = Problem(f"The engine failed: {first_line(failure)}", code="internal_error")
+            self._running -= 1
+            self._free_slots.release()
+        if reason == "cancelled" and time.monotonic() > request.deadline:
+            error = Problem("the request timed out.")
+        self._open.pop(handle.number, None)
         callback(StepOutput(reason=reason, error=error))
+
+    def _wait_for_slot(self, request: GenerationRequest, cancelled: threading.Event) -> bool:
+        """Take a slot. Returns False if the request is cancelled or expires first."""
+        while not self._free_slots.acquire(timeout=_POLL_S):
+            if cancelled.is_set() or time.monotonic() > request.deadline:
+                return False
+        return True
 
     def _stream(self, request: GenerationRequest, callback: OutputCallback, cancelled: threading.Event) -> EndReason:
         """Pass results on as they arrive, one id or several at a time. Returns why the response ended."""
