@@ -7,6 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 from generation_runs import ResponseCollector
 
@@ -16,9 +17,11 @@ from burnish.inference.loading import load_for_inference
 from burnish.inference.options import InferOptions, check_infer, infer_notes, is_remote
 from burnish.inference.remote import process as child
 from burnish.inference.remote.client import RemoteEngine
+from burnish.inference.remote.openai_server import OpenAIServer
 from burnish.inference.remote.process import arguments
 from burnish.inference.types import Closed, GenerationRequest, QueueFullError, Sampling
 from burnish.run.plan.plan import RunOptions
+from burnish.serve.chat.backends import ServerBackend
 from small_run import make_model
 from tiny_models import tiny_tokenizer
 
@@ -198,6 +201,24 @@ def test_unsupported_remote_engine_features_are_rejected_by_name(stub: RecordedS
         engine_of(stub).submit(GenerationRequest([3, 4], 1, prompt_logprobs_from=1), ResponseCollector())
     with pytest.raises(UserError, match="unknown adapter"):
         engine_of(stub).submit(GenerationRequest([3, 4], 1, adapter="poet"), ResponseCollector())
+
+
+@pytest.mark.parametrize("data", ["{", "5", '["text"]'])
+def test_chunk_that_is_no_object_is_not_reported_as_a_failed_connection(data: str) -> None:
+    server = OpenAIServer("http://server/v1")
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {data}\n\n"))
+    server._client = httpx.Client(transport=transport)
+    with pytest.raises(UserError) as raised:
+        list(server.chunks("completions", {}))
+    assert "connect" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://"])
+def test_malformed_url_is_an_error_of_its_option(url: str) -> None:
+    (problem,) = check_infer(InferOptions(infer_url=url))
+    assert problem.options == ("infer_url",)
+    with pytest.raises(UserError, match="--url"):
+        ServerBackend(url)
 
 
 def test_unreachable_server_is_reported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
@@ -91,11 +92,20 @@ if TYPE_CHECKING:
         """Options used for inference, for type checkers."""
 
 
+def is_server_url(url: str) -> bool:
+    """Return whether ``url`` has the scheme http or https, a host, and a valid port or none."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an incomplete IPv6 address, or a port that is not a number up to 65,535
+        return False
+
+
 @check
 def check_infer(options: InferOptions) -> list[Problem]:
-    if options.infer_url is None or options.infer_url.startswith(("http://", "https://")):
+    if options.infer_url is None or is_server_url(options.infer_url):
         return []
-    what = f'"infer_url" must start with http:// or https://. Received: {options.infer_url}.'
+    what = f'"infer_url" must be a URL with http:// or https://. Received: {options.infer_url}.'
     return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000", option="infer_url")]
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from burnish.config.errors import Problem, UserError, first_line
 from burnish.inference.remote.openai_server import OpenAIServer
@@ -62,11 +61,6 @@ class RemoteEngine:
         waiting: int | None = None, adapters: tuple[str, ...] = (), name: str = "remote",
         at_end: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f'"infer_url" must be a URL such as http://127.0.0.1:8000. Received: {url}.', option="infer_url"
-            )
         self._server, self.tokenizer = OpenAIServer(f"{url.rstrip('/')}/v1", key), tokenizer
         self.context, self.slots, self.adapters, self.name = context, slots, adapters, name
         self._limit, self._at_end = waiting, at_end

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, first_line
 
 TIMEOUT_S = 600.0
 
@@ -65,18 +65,26 @@ class OpenAIServer:
                     data = line.removeprefix("data:").strip()
                     if data == "[DONE]":
                         return
-                    chunk = json.loads(data)
+                    chunk = _chunk(data)
+                    if chunk is None:
+                        raise UserError(f"{self.url} sent data that is not a JSON object: {data[:200]}")
                     if "error" in chunk:
                         raise UserError(f"{self.url} ended the response with an error: {_sentence(chunk['error'])}")
                     yield chunk
-        except (httpx.HTTPError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(f"cannot connect to {self.url}: {error or type(error).__name__}.") from error
+        except httpx.HTTPError as error:
+            raise UserError(f"cannot connect to {self.url}: {first_line(error)}.") from error
         raise UserError(f"{self.url}: the stream ended before the response was complete.")
 
     def close(self) -> None:
         self._client.close()
+
+
+def _chunk(data: str) -> dict[str, Any] | None:
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        return None
+    return chunk if isinstance(chunk, dict) else None
 
 
 def _message(response: httpx.Response) -> str:

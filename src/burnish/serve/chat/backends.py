@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from burnish.config.errors import UserError
+from burnish.inference.options import is_server_url
 
 WireMessage: TypeAlias = dict[str, Any]
 """A message with ``role``, ``content``, and optionally ``reasoning_content``, ``tool_calls``, ``tool_call_id``."""
@@ -260,8 +261,8 @@ class ServerBackend:
     has_reasoning: bool | None = None
 
     def __init__(self, url: str, model: str = "") -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"--url must start with http:// or https://. Received: {url}.")
+        if not is_server_url(url):
+            raise UserError(f"--url must be a URL with http:// or https://. Received: {url}.")
         from burnish.inference.remote.openai_server import OpenAIServer
 
         self.server = OpenAIServer(url, os.environ.get("OPENAI_API_KEY", ""), uses_proxy=True)
