@@ -173,9 +173,8 @@ class Scheduler:
     def _end_cancelled(self) -> None:
         """Receive new requests, and remove those that were cancelled or have expired."""
         # Other threads submit a request before they cancel it. In this order, a cancelled request is received already.
-        cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
+        cancelled, now = {self._cancelled.popleft() for _ in range(len(self._cancelled))}, time.monotonic()
         self._receive_requests()
-        now = time.monotonic()
         for job in [*self._waiting, *(slot.job for slot in self._slots if slot.job)]:
             has_timed_out = now > job.request.deadline
             if has_timed_out or None in cancelled or job.handle.number in cancelled:
