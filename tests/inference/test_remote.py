@@ -1,6 +1,7 @@
 """Remote engines follow the protocol of the local engine, tested with recorded responses."""
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -247,6 +248,9 @@ def test_llamafactory_options_become_server_flags() -> None:
     assert argv.endswith("--context-length 9 --mem-fraction-static 0.4 --tp-size 2 --x-y")
     with pytest.raises(UserError, match="must not set host"):
         arguments(InferOptions(infer_backend="vllm", vllm_config={"host": "0.0.0.0"}), "m", {}, 1)
+    for value in ("[1]", "5", "{"):
+        with pytest.raises(UserError, match="vllm_config"):
+            arguments(InferOptions(infer_backend="vllm", vllm_config=value), "m", {}, 1)
 
 
 @pytest.mark.run
@@ -265,6 +269,18 @@ def test_child_server_is_started_awaited_and_stopped(tmp_path: Path) -> None:
     assert "key True False" in started.log.read_text()
     started.close()
     assert started.process.poll() is not None
+
+
+def test_server_that_is_still_loading_is_asked_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses, pauses = [503, 503, 200], []
+    monkeypatch.setattr(child.httpx, "get", lambda url, **settings: httpx.Response(statuses.pop(0)))
+    monkeypatch.setattr(child.time, "sleep", pauses.append)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        child._wait(child.Child(process, "http://127.0.0.1:1", "", tmp_path / "log"), time.monotonic() + 60)
+        process.kill()
+    assert len(pauses) == 2
 
 
 @pytest.mark.run

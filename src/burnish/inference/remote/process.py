@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +113,9 @@ def _flags(config: dict[str, Any] | str | None, name: str) -> Sequence[str]:
     try:
         values = json.loads(config) if isinstance(config, str) else config
     except ValueError as error:
-        raise UserError(f'"{name}" is not valid JSON: {error}.') from error
+        raise UserError(f'"{name}" is not valid JSON: {error}.', option=name) from error
+    if not isinstance(values, dict):
+        raise UserError(f'"{name}" must be a JSON object. Received: {config}.', option=name)
     if taken := sorted({"host", "port", "api_key", "uds"} & {str(key).replace("-", "_") for key in values}):
         raise UserError(f'"{name}" must not set {", ".join(taken)}: burnish sets {_MANAGED} itself.')
     argv: list[str] = []
@@ -130,11 +133,10 @@ def _wait(child: Child, until: float) -> None:
     while time.monotonic() < until:
         if child.process.poll() is not None:
             raise RuntimeError(f"The engine exited with status {child.process.returncode}. {_last_lines(child.log)}")
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{child.url}/health", timeout=2, trust_env=False).status_code == 200:
                 return
-        except httpx.HTTPError:
-            time.sleep(0.2)
+        time.sleep(0.2)
     child.close()
     raise RuntimeError(f"The engine did not start in time. {_last_lines(child.log)}")
 
