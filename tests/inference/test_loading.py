@@ -157,6 +157,13 @@ def test_adapter_of_another_base_is_rejected(adapters: dict[str, Path], tmp_path
         load_for_inference(serving_of([str(other), f'served_adapters={{"a": "{adapters["first"]}"}}']).options)
 
 
+def test_damaged_config_of_a_served_adapter_is_an_error(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(UserError, match="adapter_config"):
+        load_for_inference(serving_of([str(model), f'served_adapters={{"a": "{tmp_path}"}}']).options)
+
+
 def test_training_template_is_recorded_and_found(model: Path, tmp_path: Path) -> None:
     trained = load_for_inference(
         RunOptions(model_name_or_path=str(model), template="qwen", missing_control_tokens="split")

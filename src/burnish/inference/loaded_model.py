@@ -26,7 +26,7 @@ from burnish.inference.slots import AdapterContext
 from burnish.inference.types import BASE, Sampling
 from burnish.losses.reward import RewardHead
 from burnish.models.source import local_folder
-from burnish.utils.json_files import read_json
+from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
@@ -84,7 +84,7 @@ def served_folders(options: AnsweringOptions) -> dict[str, Path]:
             problems += error.problems
             continue
         config = named[name] / "adapter_config.json"
-        whole = read_json(config).get("modules_to_save") if config.is_file() else None
+        whole = read_object(config).get("modules_to_save") if config.is_file() else None
         if whole and len(options.served_adapters or ()) > 1:
             modules = ", ".join(whole)
             what = (

@@ -1,7 +1,8 @@
 """Start vLLM or SGLang as a child process that listens on the loopback interface, with a free port and its own key.
 
-Its output goes to a log file that is removed at exit, and it ends with the process that started it. The flags follow
-the manuals of the two programs. They have been tested with a stub only.
+Its output goes to a log file. At exit, the process that started it terminates it and removes the log file, but not if
+that process is killed by a signal. The flags follow the manuals of the two programs. They have been tested with a stub
+only.
 """
 
 from __future__ import annotations
