@@ -310,8 +310,25 @@ def test_infer_url_serves_the_model(
     engine.close()
 
 
-def test_options_of_another_engine_are_reported() -> None:
-    assert "vllm_maxlen" in " ".join(infer_notes(InferOptions(vllm_maxlen=9)))
+@pytest.mark.parametrize(
+    ("settings", "unread"),
+    [
+        ({"vllm_maxlen": 9}, ["vllm_maxlen"]),
+        ({"infer_executable": "vllm"}, ["infer_executable"]),
+        ({"infer_backend": "vllm", "vllm_maxlen": 9, "infer_executable": "vllm", "max_concurrent_requests": 2}, []),
+        ({"infer_backend": "vllm", "sglang_maxlen": 9}, ["sglang_maxlen"]),
+        ({"infer_backend": "sglang", "infer_context": 9, "infer_exact": True}, ["infer_context", "infer_exact"]),
+        ({"infer_url": "http://x", "infer_context": 9, "infer_exact": True}, ["infer_exact"]),
+        ({"infer_url": "http://x", "infer_backend": "vllm", "vllm_maxlen": 9}, ["vllm_maxlen", "infer_backend"]),
+        ({"infer_context": 9, "infer_exact": True}, []),
+    ],
+    ids=str,
+)
+def test_options_that_the_engine_does_not_read_are_reported(settings: dict[str, object], unread: list[str]) -> None:
+    assert [note.split('"')[1] for note in infer_notes(InferOptions(**settings))] == unread
+
+
+def test_engines_in_other_processes_are_recognized() -> None:
     assert check_infer(InferOptions(infer_url="localhost:1"))
     assert is_remote(InferOptions(infer_url="http://x"))
     assert not is_remote(InferOptions(infer_backend="huggingface"))

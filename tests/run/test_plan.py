@@ -137,7 +137,7 @@ def test_foreign_option_at_harmless_value_is_ignored(tmp_path: Path) -> None:
 
 def test_foreign_option_without_effect_is_mentioned(tmp_path: Path) -> None:
     (note,) = plan(raw_options(tmp_path, vllm_gpu_util="0.9")).notes
-    assert '"vllm_gpu_util" has no effect without infer_backend: vllm' in note
+    assert '"vllm_gpu_util" has no effect with infer_backend: huggingface' in note
 
 
 def test_unused_eval_dataset_is_mentioned(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import ineffective_option_notes, option
+from burnish.config.options import changed_options, option
 
 if TYPE_CHECKING:
     from burnish.adapters.base import FinetuningOptions
@@ -111,15 +111,17 @@ def check_infer(options: InferOptions) -> list[Problem]:
 
 @notes
 def infer_notes(options: InferOptions) -> list[str]:
-    """Return notes on options that are set for another engine than the selected one."""
-    notes = ineffective_option_notes(options, {"infer_executable": "infer_backend"})
-    settings = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
-    plain = InferOptions()
-    for name in settings:
-        library = name.partition("_")[0]
-        if getattr(options, name) != getattr(plain, name) and options.infer_backend != library:
-            notes.append(f'"{name}" has no effect without infer_backend: {library}.')
-    return notes
+    """Return notes on options that the selected engine does not read."""
+    has_url, backend = options.infer_url is not None, options.infer_backend
+    unread = [name for name in vars(options) if name.startswith(("vllm_", "sglang_"))]
+    if not has_url:
+        unread = [name for name in unread if not name.startswith(f"{backend}_")]
+    unread += ["infer_backend"] if has_url else []
+    unread += ["infer_executable"] if has_url or backend == "huggingface" else []
+    unread += ["infer_context"] if is_remote(options) and not has_url else []
+    unread += ["infer_exact"] if is_remote(options) else []
+    engine, changed = "infer_url" if has_url else f"infer_backend: {backend}", changed_options(options)
+    return [f'"{name}" has no effect with {engine}.' for name in unread if name in changed]
 
 
 def is_remote(options: InferOptions) -> bool:
