@@ -16,13 +16,15 @@ from burnish.report.card import CardFacts, card_text, is_hub_name, serving_lines
 from burnish.report.jsonl import JsonlCallback
 from burnish.report.metadata import RunMetadata, write_failure
 from burnish.report.pace import Pace
-from burnish.report.plots import curves, plot_history, smooth
+from burnish.report.plots import curves, plot_history, plot_margins, smooth
 from burnish.report.results import (
     format_metrics,
     save_metrics,
     save_state,
     speed_metrics,
 )
+from burnish.run.finish import draw_plots
+from burnish.run.plan.options import RunOptions
 
 # --- trainer_log.jsonl ------------------------------------------------------------------------------------------------
 
@@ -236,7 +238,7 @@ def test_moving_average_matches_llamafactory():
 
 def test_non_finite_loss_leaves_a_gap_and_average_continues():
     history = [{"loss": 1.0, "step": 1}, {"loss": math.inf, "step": 2}, {"loss": 1.0, "step": 3}]
-    (curve,) = curves(history, ["loss"])
+    (curve,) = curves(history, {"loss": ""})
     assert math.isnan(curve.values[1])
     averages = smooth(curve.values)
     assert math.isnan(averages[1])
@@ -253,7 +255,51 @@ def test_plotting_changes_no_backend_and_keeps_no_figure(tmp_path):
 
 def test_dollar_signs_in_names_are_not_mathematics(tmp_path):
     history = [{"step": step, "eval_a$^$b_loss": 1.0, "eval_c_loss": 2.0, "loss": 1.0} for step in (1, 2)]
-    assert plot_history(history, tmp_path, "run$^$1")
+    assert plot_history(history, tmp_path, "run$^$1", ["a$^$b", "c"])
+
+
+@pytest.fixture
+def legends(monkeypatch):
+    """The texts of each legend that is drawn."""
+    from matplotlib.axes import Axes
+
+    found, legend = [], Axes.legend
+
+    def recorded(axes, *args, **kwargs):
+        drawn = legend(axes, *args, **kwargs)
+        found.append([text.get_text().strip() for text in drawn.get_texts()])
+        return drawn
+
+    monkeypatch.setattr(Axes, "legend", recorded)
+    return found
+
+
+def test_plots_name_every_evaluation_set(tmp_path, legends):
+    names = ["_news", "a/b", "c"]
+    history = [{"step": step, **{f"eval_{name}_loss": 1.0 for name in names}} for step in (1, 2)]
+    plot_history(history, tmp_path, "", names)
+    plot_margins({"_news": [1.0, -1.0], "c": [1.0]}, tmp_path)
+    assert legends[0] == names
+    assert [text.partition(":")[0] for text in legends[1]] == ["_news", "c"]
+
+
+def test_other_losses_of_an_evaluation_are_not_plotted_as_evaluation_sets(tmp_path, legends):
+    row = {"eval_loss": 1.0, "eval_aux_loss": 2.0, "eval_nll_loss": 3.0, "eval_accuracy": 0.5}
+    (loss, accuracy) = plot_history([{**row, "step": 1}], tmp_path)
+    assert (loss.name, accuracy.name) == ("training_eval_loss.png", "training_eval_accuracy.png")
+    assert legends == []
+
+
+def test_plot_of_an_evaluation_is_not_called_training_loss(tmp_path):
+    state = TrainerState(log_history=[{"eval_loss": 1.0, "step": 1}])
+    run = SimpleNamespace(state=state, eval_sets={"": None})
+    assert draw_plots(run, RunOptions(output_dir=str(tmp_path)), {}) == {}
+    assert (tmp_path / "training_eval_loss.png").is_file()
+
+
+def test_values_that_were_not_logged_are_left_out_of_plots():
+    (curve,) = curves([{"loss": None, "step": 1}, {"loss": 1.0, "step": 2}], {"loss": "", "eval_loss": ""})
+    assert (curve.steps, curve.values) == ((2,), (1.0,))
 
 
 # --- model card -------------------------------------------------------------------------------------------------------

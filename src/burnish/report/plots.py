@@ -15,14 +15,18 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from burnish.loop.best import eval_prefix
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _BLUE, _GREY = "#1f6fb4", "#5f6b76"
 _COLORS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
-_REWARDS = ("chosen", "rejected", "margins")
-_SCORES = ("max", "mean", "min")
+TRAINING_LOSS = "training_loss.png"
+_REWARDS = {f"rewards/{name}": name for name in ("chosen", "rejected", "margins")}
+_SCORES = {f"{name}_reward": name for name in ("max", "mean", "min")}
+"""Logged metric -> label of its curve, for pairs and for a reward model."""
 _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 
 
@@ -30,28 +34,33 @@ _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 class Curve:
     """Values of one metric and the steps at which they were logged."""
 
-    name: str
+    label: str
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
 
-def plot_history(history: Sequence[Mapping[str, Any]], folder: str | Path, title: str = "") -> list[Path]:
+def plot_history(
+    history: Sequence[Mapping[str, Any]], folder: str | Path, title: str = "", eval_sets: Iterable[str] = ("",)
+) -> list[Path]:
     """Draw plots of ``history`` (``state.log_history``).
 
     Args:
         history: log entries.
         folder: output folder.
         title: name of the run, for the title of each plot.
+        eval_sets: names of the evaluation sets; "" is the name of a single set.
     Returns:
         The files written; empty if nothing was logged.
     """
+    sets = {name: eval_prefix(name) for name in eval_sets}
+    losses = {f"{prefix}_loss": name for name, prefix in sets.items()}
+    accuracies = {f"{prefix}_accuracy": name for name, prefix in sets.items()}
     plots = (
-        ("training_loss.png", "training loss", curves(history, ["loss"]), True),
-        ("training_eval_loss.png", "evaluation loss", curves(history, _eval_names(history, "loss")), False),
-        ("training_eval_accuracy.png", "evaluation accuracy", curves(history, _eval_names(history, "accuracy")), False),
-        ("training_rewards.png", "rewards", curves(history, [f"rewards/{name}" for name in _REWARDS]), False),
-        ("training_rewards.png", "scores", curves(history, [f"{name}_reward" for name in _SCORES]), False),
-        ("training_rewards_accuracies.png", "reward accuracy", curves(history, ["rewards/accuracies"]), True),
+        (TRAINING_LOSS, "training loss", curves(history, {"loss": ""}), True),
+        ("training_eval_loss.png", "evaluation loss", curves(history, losses), False),
+        ("training_eval_accuracy.png", "evaluation accuracy", curves(history, accuracies), False),
+        ("training_rewards.png", "rewards", curves(history, _REWARDS | _SCORES), False),
+        ("training_rewards_accuracies.png", "reward accuracy", curves(history, {"rewards/accuracies": ""}), True),
     )
     return [
         _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in plots if found
@@ -77,7 +86,7 @@ def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, tit
     edges = _bin_edges(min(least, 0.0), max(most, 0.0))
     for (name, of_set), color in zip(finite.items(), cycle(_COLORS)):
         right = sum(value > 0 for value in of_set) / len(of_set)
-        label = f"{name}: {right:.0%} of {len(of_set):,} pairs ranked correctly"
+        label = _in_legend(f"{name}: {right:.0%} of {len(of_set):,} pairs ranked correctly")
         axes.hist(of_set, bins=edges, color=color, alpha=0.55 if len(finite) > 1 else 0.8, label=label)
     axes.axvline(0.0, color=_GREY, linewidth=1.2)
     _style_axes(axes, "margin of each pair", title, has_legend=True, below="score(chosen) - score(rejected)")
@@ -92,14 +101,19 @@ def _bin_edges(least: float, most: float) -> list[float]:
     return [width * at for at in range(first, max(last, first + 1) + 1)]
 
 
-def curves(history: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[Curve]:
-    """Return the metrics with these names that were logged. Non-finite values leave a gap."""
+def curves(history: Sequence[Mapping[str, Any]], metrics: Mapping[str, str]) -> list[Curve]:
+    """Return a curve of each metric that was logged. Non-finite values leave a gap.
+
+    Args:
+        history: log entries.
+        metrics: name in the log -> label.
+    """
     found = []
-    for name in names:
-        points = [(row["step"], float(row[name])) for row in history if name in row]
+    for name, label in metrics.items():
+        points = [(row["step"], float(row[name])) for row in history if row.get(name) is not None]
         if points:
             steps, values = zip(*points, strict=True)
-            found.append(Curve(name, steps, tuple(v if math.isfinite(v) else math.nan for v in values)))
+            found.append(Curve(label, steps, tuple(v if math.isfinite(v) else math.nan for v in values)))
     return found
 
 
@@ -120,12 +134,6 @@ def smooth(values: Sequence[float]) -> list[float]:
     return averages
 
 
-def _eval_names(history: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
-    """Return ``eval_loss``, or ``eval_<set>_loss`` of each evaluation set, in the order of their first logs."""
-    names = dict.fromkeys(name for row in history for name in row)
-    return [name for name in names if name.startswith("eval_") and name.endswith(f"_{metric}")]
-
-
 def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: bool) -> Path:
     from matplotlib.ticker import MaxNLocator
 
@@ -134,7 +142,7 @@ def _draw(path: Path, label: str, title: str, found: Sequence[Curve], is_noisy: 
         if is_noisy:
             _draw_noisy(axes, curve, color)
         else:
-            axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=_set_name(curve.name))
+            axes.plot(curve.steps, curve.values, color=color, marker="o", markersize=4, label=_in_legend(curve.label))
     _style_axes(axes, label, title, has_legend=is_noisy or len(found) > 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return _save_figure(figure, path)
@@ -164,11 +172,9 @@ def _draw_noisy(axes: Axes, curve: Curve, color: str) -> None:
     axes.plot(curve.steps, smooth(curve.values), color=color, linewidth=1.8, label="smoothed")
 
 
-def _set_name(name: str) -> str:
-    """Return the label of a curve: "news" for ``eval_news_loss``, "chosen" for ``rewards/chosen``."""
-    if "/" in name:
-        return name.split("/")[-1]
-    return "_".join(name.split("_")[1:-1]) or name
+def _in_legend(label: str) -> str:
+    """Return a label that begins with a space, since matplotlib leaves out those that begin with an underscore."""
+    return f" {label}"
 
 
 def _style_axes(axes: Axes, label: str, title: str, has_legend: bool, below: str = "step") -> None:
