@@ -23,6 +23,20 @@ def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
+@pytest.mark.run
+def test_model_card_of_a_vision_model_loads_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.demo.images._TRAINED", 6)
+    monkeypatch.setattr("burnish.demo.images._HELD_OUT", 3)
+    demo_picture(["max_steps=1", "warmup_steps=0", "use_cpu=true", "save_strategy=no", "eval_strategy=no"])
+    header, code = (tmp_path / "demo-image-run/README.md").read_text().split("## How to use it")
+    assert "pipeline_tag: image-text-to-text" in header
+    assert "burnish chat demo-image-run" in code
+    monkeypatch.chdir("demo-image-run")
+    exec(code.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out.strip()
+
+
 @pytest.mark.slow
 def test_image_demo_improves_accuracy(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -67,5 +67,8 @@ def test_reward_model_plots_the_margins_of_the_last_evaluated_dataset(tmp_path, 
     ]  # fmt: skip
     scored = [json.loads(line) for line in (workspace / "out" / "generated_predictions.jsonl").read_text().splitlines()]
     assert sorted(drawn[1]["evaluation"]) == pytest.approx(sorted(one["chosen"] - one["rejected"] for one in scored))
-    assert "![Reward margins of pairs](training_margins.png)" in (workspace / "out" / "README.md").read_text()
+    card = (workspace / "out" / "README.md").read_text()
+    assert "![Reward margins of pairs](training_margins.png)" in card
+    assert "burnish api out" in card
+    assert not any(word in card for word in ("burnish chat", "vllm", "generate", "pipeline_tag"))
     assert (workspace / "out" / "training_rewards.png").is_file()

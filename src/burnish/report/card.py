@@ -28,6 +28,7 @@ CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_OPTIONS = {"output_dir", "dataset_dir", "cache_dir", "resume_from_checkpoint", "logging_dir", "config_name"}
 """Options that name a local path and say nothing about the model."""
+_VISION_LOADER = "AutoModelForImageTextToText"
 _ADAPTERS = {"lora": "A LoRA adapter"}
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
@@ -61,6 +62,7 @@ class CardFacts:
         folder: folder shown in the commands. Default: the name.
         merged_adapters: adapters that were merged into the base model before training, in order.
         packages: name and version of the packages that extend burnish in this run.
+        gives_scores: whether it is a reward model, whose head only burnish reads.
     """
 
     name: str
@@ -87,6 +89,7 @@ class CardFacts:
     folder: str = ""
     merged_adapters: Sequence[str] = ()
     packages: Sequence[str] = ()
+    gives_scores: bool = False
 
 
 def write_card(folder: str | Path, facts: CardFacts, metadata: CardData | None = None) -> Path:
@@ -119,8 +122,10 @@ def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
 def hub_metadata(facts: CardFacts) -> ModelCardData:
     """Return the metadata that the Hub reads."""
     base = hub_name_of(facts.base_model)
+    task = "image-text-to-text" if facts.loader == _VISION_LOADER else "text-generation"
     return ModelCardData(
-        library_name=_library(facts) or None, pipeline_tag="text-generation", license=facts.license or None,
+        library_name=_library(facts) or None, pipeline_tag=None if facts.gives_scores else task,
+        license=facts.license or None,
         base_model=base, base_model_relation=("adapter" if facts.is_adapter else "finetune") if base else None,
         datasets=[name for name in facts.datasets if is_hub_name(name)] or None,
         tags=list(dict.fromkeys(["burnish", facts.stage, facts.method])),
@@ -193,7 +198,10 @@ def _usage_section(facts: CardFacts) -> str:
         )
     if not _library(facts):
         return f"## How to use it\n\nUse the package that adds finetuning_type {facts.method} to burnish."
-    writes = facts.loader == "AutoModelForCausalLM"
+    if facts.gives_scores:
+        served = serving_lines(facts.folder or facts.name, gives_scores=True)
+        return "\n".join(["## How to use it", "", "burnish returns the scores:", "", "```sh", *served, "```"])
+    writes = facts.loader in ("AutoModelForCausalLM", _VISION_LOADER)
     imports = [f"from transformers import {facts.loader}, AutoTokenizer"]
     load = [
         'folder = "."  # path of this folder, or its ID on the Hub',

@@ -19,6 +19,7 @@ from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import NotSavedError
 from burnish.loop.best import eval_prefix
 from burnish.loop.loop import Loop, TrainOutput
+from burnish.models.load import auto_class
 from burnish.models.save import save_model
 from burnish.parallel.precision import full_eval_dtype, name_of
 from burnish.report.card import CardFacts, write_card
@@ -254,5 +255,6 @@ def describe(run: Loop, plan: Plan, prepared: Prepared, results: Mapping[str, fl
             has_chat_template=bool(prepared.tokenizer.chat_template),
             plots=plots, merged_adapters=previously_merged(folder),
             packages=packages_used(options),
+            loader=auto_class(prepared.config).__name__, gives_scores=not prepared.objective.uses_lm_head,
         ),
     )  # fmt: skip
