@@ -132,6 +132,14 @@ def example_explanation() -> tuple[list[Any], list[Any]]:
     return sections, [Sample("Row 1 of 9", [("user\nhello ", False), ("hi!", True), ("x" * 2000, False)])]
 
 
+def test_secrets_are_masked_in_a_terminal_too() -> None:
+    sections = [Section("Options", [Line("infer_url", "https://me:canary123@host/v1", "run.yaml, line 2")])]
+    samples = [Sample("Example 1", [("hf_aaaaaaaaaaCANARY", True), ("https://me:canary123@host", False)])]
+    for text in (styled_text(sections, samples, 80).plain, without_colors(sections, samples)):
+        assert "canary" not in text.lower()
+        assert text.count("https://me:") == 2
+
+
 def test_trained_tokens_are_marked_without_colors() -> None:
     text = without_colors(*example_explanation())
     assert "user\n  hello ⟦hi!⟧" in text

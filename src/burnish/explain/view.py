@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from burnish.config.secrets import without_secrets
 from burnish.report.console import is_terminal, print_result
 from burnish.report.streams import can_draw, visible
 
@@ -83,7 +84,8 @@ def _wrap_line(line: Line, width: int, labels: int) -> Iterator[str]:
     """Wrap ``label   text  (where)``. Continuation lines are aligned with the text. A label that is too long gets
     its own line."""
     width_left = max(30, min(width, _WIDEST) - labels - 2)
-    lines = textwrap.wrap(visible(line.text), width_left, break_long_words=False, break_on_hyphens=False) or [""]
+    text = visible(without_secrets(line.text))
+    lines = textwrap.wrap(text, width_left, break_long_words=False, break_on_hyphens=False) or [""]
     if line.where:
         place = f"({_short_place(line.where)})"
         fits = len(lines[-1]) + 2 + len(place) <= width_left
@@ -109,7 +111,8 @@ def _mark_sample(sample: Sample) -> str:
 
 
 def _visible(text: str, trained: bool) -> str:
-    """Shorten a long piece in the middle, and make control characters and trained line breaks visible."""
+    """Mask secrets, shorten a long piece in the middle, and make control characters and trained line breaks visible."""
+    text = without_secrets(text)
     if len(text) > _LONGEST_PIECE:
         half = _LONGEST_PIECE // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
