@@ -355,6 +355,19 @@ def test_bracketed_words_are_printed_unchanged(capsys, monkeypatch):
     assert '[bold]["a", 1]' in capsys.readouterr().err
 
 
+def test_control_characters_in_a_table_are_shown_as_symbols(capsys, monkeypatch):
+    for is_terminal in (False, True):
+        monkeypatch.setattr(console, "is_terminal", lambda stream=None, shown=is_terminal: shown)
+        console.table("Completions", ["completion"], [["a\x1b[2Jb"]])
+        assert "a␛[2Jb" in capsys.readouterr().out
+
+
+def test_problem_with_an_undecodable_file_name_reaches_the_parent_process(monkeypatch, tmp_path):
+    monkeypatch.setenv(console.FAILURE_FILE, str(tmp_path / "failure"))
+    console.problem(Problem("No such file.", where="caf\udce9.yaml"))
+    assert "caf\\udce9.yaml: No such file." in (tmp_path / "failure").read_text()
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(873, "873"), (12_345, "12.3k"), (999_999, "1.00M"), (4_560_000, "4.56M"), (0.25, "0.2")]
 )

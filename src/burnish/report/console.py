@@ -72,7 +72,7 @@ def problem(found: Problem | str) -> None:
     """
     end_live()
     if FAILURE_FILE in os.environ:
-        with open(os.environ[FAILURE_FILE], "a", encoding="utf-8") as file:
+        with open(os.environ[FAILURE_FILE], "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(without_secrets(f"{found}{END_OF_PROBLEM}"))
         return
     if not is_main_process():
@@ -135,7 +135,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
     drawn = Table(*header, title=title, title_justify="left", show_lines=True)
     for row in rows:
-        drawn.add_row(*(encodable(without_secrets(_one_line(cell)), sys.stdout) for cell in row))
+        drawn.add_row(*(encodable(without_secrets(visible(_one_line(cell))), sys.stdout) for cell in row))
     _console(sys.stdout).print(drawn, markup=False)
 
 
