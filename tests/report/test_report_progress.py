@@ -282,8 +282,8 @@ fake_run(Slow(FACTS), 20, 1, eval_every=10)
 """
 
 
-def in_terminal(columns=80, fail=-1, **environment):
-    """Return the output of the child process in a terminal of this width."""
+def in_terminal(columns=80, fail=-1, stderr=None, **environment):
+    """Return the output of the child process in a terminal of this width, without that in the file ``stderr``."""
     main, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     tests_folder = Path(__file__).parent
@@ -293,7 +293,7 @@ def in_terminal(columns=80, fail=-1, **environment):
     variables = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(tests=str(tests_folder), fail=fail)],
-        stdin=child, stdout=child, stderr=child,
+        stdin=child, stdout=child, stderr=stderr or child,
         env={**variables, "PYTHONPATH": paths, "TERM": "xterm-256color", **environment},
     )  # fmt: skip
     os.close(child)
@@ -322,6 +322,14 @@ def test_terminal_gets_one_live_line_and_its_cursor_back():
     assert "said while the line is drawn" in shown
     # Permanent lines: start, evaluations, warning and summary; no line per log.
     assert shown.count("\n") < 30
+
+
+def test_warnings_during_training_go_to_a_redirected_standard_error(tmp_path):
+    with (tmp_path / "errors").open("w") as file:
+        shown = in_terminal(stderr=file)
+    assert "Trained 20 steps" in shown
+    assert "said while the line is drawn" not in shown
+    assert (tmp_path / "errors").read_text() == "warning: said while the line is drawn\n"
 
 
 @pytest.mark.slow

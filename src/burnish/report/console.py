@@ -2,7 +2,7 @@
 
 In a terminal, text is colored with rich (NO_COLOR disables colors). Elsewhere (pipe, file, CI log) the same words are
 plain lines. Notes and progress go to standard output, warnings and problems to standard error. While a live line is
-shown, everything is printed above it.
+shown, everything that goes to the terminal is printed above it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ _live: Live | None = None
 
 def is_terminal(stream: TextIO | None = None) -> bool:
     """Return whether ``stream`` (default: standard output) is a terminal that supports cursor movement."""
-    if _live is not None:  # only terminals have a live line; rich before 14.1 wraps stdout in a stream without isatty
-        return True
     stream = stream or sys.stdout
     if stream is None or stream.closed:  # the parent process may have closed it
         return False
+    if _live is not None:
+        from rich.file_proxy import FileProxy
+
+        if isinstance(stream, FileProxy):  # of a terminal with a live line; rich before 14.1 gives it no isatty
+            return True
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
@@ -178,8 +181,9 @@ def begin_live(line: RenderableType) -> None:
     from rich.live import Live
 
     end_live()
+    is_alike = sys.stderr is not None and is_terminal(sys.stderr)  # otherwise warnings stay in the file of 2> FILE
     try:
-        _live = Live(line, refresh_per_second=_REFRESHES_PER_SECOND, transient=True)
+        _live = Live(line, refresh_per_second=_REFRESHES_PER_SECOND, transient=True, redirect_stderr=is_alike)
         _live.start()
     except OSError:  # the terminal is gone
         end_live()
