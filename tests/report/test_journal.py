@@ -228,6 +228,8 @@ def test_values_are_written_as_yaml_reads_them():
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})
     odd = {"f": "a\x7fb\x85c\x9fd", "g": "\u2028 \ud800 \ufffe", "h": "\t 😀"}
     assert yaml.safe_load(given_yaml(odd, {"f": "the file \x85.yaml, line 1"})) == odd
+    non_finite = {"i": float("inf"), "j": {"k": float("-inf"), "l": [1.5, float("inf"), True]}}
+    assert yaml.safe_load(given_yaml(non_finite, {})) == non_finite
 
 
 def test_json_explanation_matches_terminal_and_marks_trained_tokens(workspace, capsys):

@@ -12,6 +12,7 @@ The run itself does not read these files, and writing them does not access the d
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -310,6 +311,12 @@ _NOT_IN_YAML = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, float):
-        return repr(value)
+    """Return a value in the notation that YAML shares with JSON, except that it has names for non-finite numbers."""
+    if isinstance(value, Mapping):
+        items = (f"{_yaml(str(name))}: {_yaml(item)}" for name, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     return json.dumps(value, ensure_ascii=False, default=str)
