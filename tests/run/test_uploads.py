@@ -11,7 +11,7 @@ from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.cli import main
 from burnish.config.options import RawValue as Raw
 from burnish.config.options import build
-from burnish.report.options import HubOptions, check_hub, hub_notes
+from burnish.report.options import check_hub, hub_notes
 from burnish.run.hub import Hub, _linked_copy
 from burnish.run.plan.options import RunOptions
 from push_hub import running_hub, wait_until
@@ -195,6 +195,9 @@ def test_invalid_name_and_disabled_hub_are_reported_by_the_plan(monkeypatch):
 
 
 def test_options_of_uploads_without_push_to_hub_have_a_note():
-    assert hub_notes(HubOptions()) == hub_notes(HubOptions(push_to_hub=True, hub_strategy="end")) == []
-    (note,) = hub_notes(HubOptions(hub_model_id="us/tiny"))
-    assert note == '"hub_model_id" has no effect without "push_to_hub".'
+    trackio = {"hub_private_repo": True, "report_to": ["trackio"]}
+    for options in ({}, {"push_to_hub": True, "hub_strategy": "end"}, trackio):
+        assert hub_notes(RunOptions(**options)) == []
+    for option in ("hub_private_repo", "hub_model_id"):
+        (note,) = hub_notes(RunOptions(**{option: "us/tiny"}))
+        assert note == f'"{option}" has no effect without "push_to_hub".'

@@ -90,13 +90,6 @@ def check_hub(options: UploadChoices) -> list[Problem]:
     return problems
 
 
-@notes
-def hub_notes(options: HubOptions) -> list[str]:
-    """Return notes on options of uploads that have no effect, because nothing is uploaded."""
-    names = ("hub_model_id", "hub_token", "hub_strategy", "hub_always_push", "hub_revision")
-    return ineffective_option_notes(options, dict.fromkeys(names, "push_to_hub"))
-
-
 @shared_options
 @dataclass
 class ReportFields:
@@ -173,6 +166,21 @@ def check_trackers(options: ReportOptions) -> list[Problem]:
             )
         )
     return problems
+
+
+class HubAndTrackers(HubOptions, ReportOptions):
+    """Options that name repositories on the Hub."""
+
+
+@notes
+def hub_notes(options: HubAndTrackers) -> list[str]:
+    """Return notes on options of uploads that have no effect, because nothing is uploaded."""
+    from burnish.report.trackers import wanted_trackers
+
+    names = ["hub_model_id", "hub_token", "hub_strategy", "hub_always_push", "hub_revision"]
+    if "trackio" not in wanted_trackers(options.report_to):  # which creates Spaces and buckets
+        names.append("hub_private_repo")
+    return ineffective_option_notes(options, dict.fromkeys(names, "push_to_hub"))
 
 
 _TRACKER_OPTIONS = (
