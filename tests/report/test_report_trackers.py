@@ -55,12 +55,18 @@ def test_missing_tracker_is_reported_with_its_pip_command(monkeypatch):
         tracker_callbacks("wandb")
 
 
-def test_wandb_log_model_is_not_supported_and_reported_before_the_run(monkeypatch):
+@pytest.mark.parametrize(
+    ("tracker", "variable", "value"),
+    [("wandb", "WANDB_LOG_MODEL", "checkpoint"), ("dvclive", "HF_DVCLIVE_LOG_MODEL", "True")],
+)
+def test_model_uploads_of_trackers_are_reported_before_the_run(monkeypatch, tracker, variable, value):
+    """Their callbacks save with a Trainer of transformers, which these options are no arguments for."""
     monkeypatch.setattr("burnish.report.trackers._is_installed", lambda module: True)
-    assert check_trackers(parsed(report_to="wandb")) == []
-    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
-    (problem,) = check_trackers(parsed(report_to="wandb"))
-    assert "WANDB_LOG_MODEL is checkpoint" in problem.what
+    monkeypatch.setenv(variable, "false")
+    assert check_trackers(parsed(report_to=tracker)) == []
+    monkeypatch.setenv(variable, value)
+    (problem,) = check_trackers(parsed(report_to=tracker))
+    assert f"{variable} is {value.lower()}" in problem.what
     assert check_trackers(parsed(report_to="none")) == []
 
 

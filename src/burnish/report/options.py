@@ -150,21 +150,26 @@ def counts_tokens(options: ReportOptions) -> bool:
     return options.include_num_input_tokens_seen not in (False, "no")
 
 
+_MODEL_UPLOADS = {
+    "wandb": ("WANDB_LOG_MODEL", ("end", "checkpoint")),
+    "dvclive": ("HF_DVCLIVE_LOG_MODEL", ("true", "1", "yes", "on")),
+}
+"""Tracker -> variable, and its values with which the callback creates a transformers Trainer with the options as its
+arguments, to save the model."""
+
+
 @check
 def check_trackers(options: ReportOptions) -> list[Problem]:
     """Return problems found before a model is loaded: unknown trackers, missing libraries, unsupported settings."""
     from burnish.report.trackers import tracker_problems, wanted_trackers
 
-    problems, keeps_model = tracker_problems(options.report_to), os.environ.get("WANDB_LOG_MODEL", "false").lower()
-    if keeps_model in ("end", "checkpoint") and "wandb" in wanted_trackers(options.report_to):
-        # To save, the callback creates a transformers Trainer with the options as its arguments.
-        problems.append(
-            Problem(
-                f'"report_to": WANDB_LOG_MODEL is {keeps_model}, but burnish does not upload models to wandb.',
-                remedy="Unset WANDB_LOG_MODEL; the model is saved in output_dir.",
-                option="report_to",
-            )
-        )
+    problems = tracker_problems(options.report_to)
+    for tracker in wanted_trackers(options.report_to):
+        variable, values = _MODEL_UPLOADS.get(tracker, ("", ()))
+        if (value := os.environ.get(variable, "").lower()) in values:
+            what = f'"report_to": {variable} is {value}, but burnish does not upload models to {tracker}.'
+            remedy = f"Unset {variable}; the model is saved in output_dir."
+            problems.append(Problem(what, remedy=remedy, option="report_to"))
     return problems
 
 
