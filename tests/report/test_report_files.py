@@ -369,6 +369,17 @@ def test_local_names_are_not_published_to_the_hub(tmp_path, monkeypatch):
     assert "datasets" not in read
 
 
+def test_options_in_a_card_name_no_local_folder(tmp_path, monkeypatch):
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    local = {"a": "models/mine", "b": ["../ann/model"], "c": {"d": "~ann/model"}, "e": "/home/ann/model"}
+    text = card_text(facts(options={**local, "f": "owner/model", "g": "rewards.py:exact"}))
+    options = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert options == {
+        "a": "mine", "b": ["model"], "c": {"d": "model"}, "e": "model", "f": "owner/model", "g": "rewards.py:exact",
+    }  # fmt: skip
+
+
 def test_base_of_local_model_is_read_from_its_card(tmp_path):
     write_card(tmp_path / "sft", facts())
     result = header(card_text(facts(base_model=str(tmp_path / "sft"))))

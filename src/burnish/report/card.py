@@ -8,6 +8,7 @@ only, no local folder, no secret.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -290,12 +291,15 @@ def _training(facts: CardFacts) -> str:
 
 
 def _without_folders(value: Any) -> Any:
-    """Shorten absolute paths to their last part, so that no local folder is published."""
+    """Shorten local paths to their last part, so that no local folder is published."""
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     if isinstance(value, dict):
         return {name: _without_folders(item) for name, item in value.items()}
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~/")) else value
+    if not isinstance(value, str) or "/" not in value:
+        return value
+    is_local = value.startswith(("/", "~", "./", "../")) or os.path.exists(value)
+    return Path(value).name if is_local else value
 
 
 def _results(facts: CardFacts) -> str:
