@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
-from burnish.config.options import option
+from burnish.config.options import ineffective_option_notes, option
 from burnish.loop.events import TrainerCallback
 from burnish.loop.loop import Loop
 from burnish.loop.schedule import StepOptions
@@ -47,9 +47,7 @@ class ProfileOptions:
 
 @notes
 def profile_notes(options: ProfileOptions) -> list[str]:
-    if options.profile_steps != ProfileOptions().profile_steps and not options.profile:
-        return ['"profile_steps" has no effect without profile.']
-    return []
+    return ineffective_option_notes(options, {"profile_steps": "profile"})
 
 
 class ProfileChoices(StepOptions, ProfileOptions):
