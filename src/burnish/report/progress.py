@@ -176,17 +176,17 @@ class ProgressCallback(TrainerCallback):
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints every log as a line, on the main process of each node."""
+    """Prints every log as a line, on the main process only."""
 
     def __init__(self, facts: RunFacts | None = None) -> None:
         self.facts = facts
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_local_process_zero:
+        if state.is_world_process_zero:
             _print_facts(self.facts, state)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_local_process_zero or not logs:
+        if not state.is_world_process_zero or not logs:
             return
         entries = (f"{k} {self._format(k, v)}" for k, v in logs.items() if k != "total_flos")
         console.note(f"step {state.global_step}/{state.max_steps}{GAP}{GAP.join(entries)}")
