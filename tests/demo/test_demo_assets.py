@@ -5,6 +5,7 @@ Answers are recomputed here from the text of each row, and the scripts run as pr
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preference_accuracy
+from burnish.demo.command import _commands as suggested_commands
 from burnish.demo.report import answered_right, report
 
 pytestmark = pytest.mark.run
@@ -176,6 +178,12 @@ def test_demo_suggests_a_question_that_it_has_just_answered_correctly():
     suggested = answered_right(questions, correct)
     assert f"\n{suggested} " in report(questions, correct, correct)
     assert answered_right(questions, [""] * len(questions)) is None
+
+
+def test_suggested_commands_quote_folders_and_questions():
+    words = [shlex.split(line) for line in suggested_commands(Path("my runs/it's"), 'Say "$HOME".')]
+    assert words[0] == ["chat", "my runs/it's", "--once", 'Say "$HOME".', "temperature=0"]
+    assert [line[1] for line in words[1:4]] == ["my runs/it's", "my runs/it's", "my runs/it's/run.yaml"]
 
 
 def test_model_is_small_and_saved_in_bfloat16(model, tokenizer):

@@ -9,6 +9,7 @@ that the saved model works without burnish.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,12 @@ def preference_accuracy(folder: Path, pairs: list[DemoQuestion]) -> float:
 
 def _commands(folder: Path, question: str | None) -> list[str]:
     """Return the commands to go on with. Args: question: one that the model answers, or None."""
-    asked = [] if question is None else [f'chat {folder} --once "{question}" temperature=0']
-    config = folder / RUN_YAML
+    place, config = shlex.quote(str(folder)), shlex.quote(str(folder / RUN_YAML))
+    asked = [] if question is None else [f"chat {place} --once {shlex.quote(question)} temperature=0"]
     return [
         *asked,
-        f"chat {folder}",
-        f"api {folder}",
+        f"chat {place}",
+        f"api {place}",
         f"explain {config}",
         f"train {config} finetuning_type=lora output_dir=lora-run",
         "train --help",

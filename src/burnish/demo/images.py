@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,9 @@ def demo_picture(argv: list[str]) -> int:
         return result.exit_code
     after = seen_answers(folder, base, data, questions)
     note(report(questions, before, after, "image"))
-    image = data / questions[0].prompt
-    note(
-        next_steps(
-            [f'chat {folder} --once "{QUESTION}" --image {image} temperature=0', f"chat {folder}", f"api {folder}"]
-        )
-    )
+    place, image = shlex.quote(str(folder)), shlex.quote(str(data / questions[0].prompt))
+    asked = f"chat {place} --once {shlex.quote(QUESTION)} --image {image} temperature=0"
+    note(next_steps([asked, f"chat {place}", f"api {place}"]))
     return 0 if exact_match_rate(questions, after) > exact_match_rate(questions, before) else 1
 
 

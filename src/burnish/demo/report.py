@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -81,5 +82,5 @@ def next_steps(commands: Sequence[str]) -> str:
     here = Path(sys.executable).with_name("burnish")
     found = shutil.which("burnish")
     short = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
-    burnish = "burnish" if found and Path(found).resolve() == here.resolve() else str(short)
+    burnish = "burnish" if found and Path(found).resolve() == here.resolve() else shlex.quote(str(short))
     return "\n".join([f"\nNext steps, from {Path.cwd()}:", *(f"  {burnish} {command}" for command in commands)])
