@@ -230,6 +230,14 @@ def test_planned_steps_match_the_training_loop(make_plan: Any) -> None:
     assert lines["evaluation"].startswith("10 examples")
 
 
+def test_log_of_the_first_step_is_planned_for_every_strategy(make_plan: Any) -> None:
+    first = {"logging_first_step": True}
+    assert explained_lines(make_plan(logging_strategy="no"))["log"] == "never"
+    assert explained_lines(make_plan(logging_strategy="no", **first))["log"] == "after the first step"
+    lines = explained_lines(make_plan(logging_strategy="epoch", **first))
+    assert lines["log"] == "after the first step and after every epoch"
+
+
 def test_source_of_a_value_is_shown(make_plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from burnish.explain.explain import explain
 

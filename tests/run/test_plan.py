@@ -392,6 +392,8 @@ def test_default_logging_steps_log_50_times_per_run(tmp_path: Path) -> None:
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (0.02, True, 500)
     options = plan(raw_options(tmp_path, logging_steps="7", val_size="0.1", eval_strategy="steps")).options
     assert (options.logging_steps, options.logging_first_step, options.eval_steps) == (7, False, None)
+    for strategy in ("no", "epoch"):
+        assert not plan(raw_options(tmp_path, logging_strategy=strategy)).options.logging_first_step
 
 
 def test_packed_sequences_of_one_token_are_rejected(tmp_path):

@@ -325,16 +325,17 @@ def _intervals(plan: Plan, prepared: Prepared) -> Iterator[Line]:
     }
     for verb, (strategy, interval, name) in every.items():
         where = plan.where(f"{name}_steps") if strategy == "steps" else plan.where(f"{name}_strategy")
+        also_first = verb == "log" and options.logging_first_step and total > 1
         if strategy == "steps":
             steps = steps_of(interval, total, options.logging_steps)
             how_often = "every step" if steps == 1 else f"every {steps:,} steps"
-            also_first = verb == "log" and options.logging_first_step and steps > 1 and total > 1
-            count = math.ceil(total / steps) + also_first  # the last step is always included
+            count = math.ceil(total / steps) + (also_first and steps > 1)  # the last step is always included
             yield Line(verb, f"{how_often}, {'once' if count == 1 else f'{count:,} times'}", where)
         else:
-            yield Line(
-                verb, {"no": "never", "epoch": "after every epoch", "best": "at each best evaluation"}[strategy], where
-            )
+            how_often = {"no": "never", "epoch": "after every epoch", "best": "at each best evaluation"}[strategy]
+            if also_first:
+                how_often = f"after the first step{'' if strategy == 'no' else f' and {how_often}'}"
+            yield Line(verb, how_often, where)
 
 
 def _evaluation_section(plan: Plan, prepared: Prepared) -> Section:

@@ -38,7 +38,9 @@ class IntervalOptions:
         "The last step is always logged.",
         gt=0,
     )
-    logging_first_step: bool = option(False, "Log the first step as well. Default: true if logging_steps is not set.")
+    logging_first_step: bool = option(
+        False, "Log the first step as well. Default: true with logging_strategy: steps if logging_steps is not set."
+    )
     eval_strategy: str = option(
         "no", "When to evaluate.", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
     )

@@ -152,7 +152,7 @@ def dependent_defaults(options: RunOptions, names: Container[str]) -> dict[str, 
     if rates is not None and "learning_rate" not in names:
         defaults["learning_rate"] = rates[0] if options.finetuning_type in ("full", "freeze") else rates[1]
     if "logging_steps" not in names and trains(options):
-        intervals: dict[str, Any] = {"logging_first_step": True}
+        intervals: dict[str, Any] = {"logging_first_step": options.logging_strategy == "steps"}
         if options.eval_strategy == "steps":
             intervals["eval_steps"] = EVAL_STEPS
         defaults |= {name: value for name, value in intervals.items() if name not in names}
