@@ -108,13 +108,15 @@ def test_token_counts_are_logged_on_request(options, counts):
 def test_tracker_receives_options_without_secrets():
     @dataclass
     class More(ReportOptions):
-        hub_token: str = "secret"
+        hub_token: str = "canary"
+        infer_url: str = "https://me:canary@host"
+        reward_funcs: tuple[dict[str, dict[str, str]], ...] = ({"judge": {"api_key": "canary-1234"}},)
 
     options = More(run_name="first", report_to=["wandb"])
     assert options.to_dict()["run_name"] == "first"
     assert json.loads(options.to_json_string())["hub_token"] == "<HUB_TOKEN>"
     assert options.to_sanitized_dict()["report_to"] == "['wandb']"
-    assert "secret" not in str(options.to_sanitized_dict())
+    assert "canary" not in str(options.to_sanitized_dict())
 
 
 # --- transformers' callbacks, unchanged -------------------------------------------------------------------------------

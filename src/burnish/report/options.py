@@ -18,7 +18,7 @@ from burnish.checkpoint.checkpoint import CheckpointOptions, output_folder
 from burnish.config.checks import check, notes
 from burnish.config.errors import Problem
 from burnish.config.options import ineffective_option_notes, option, shared_options
-from burnish.config.secrets import has_secret_name
+from burnish.config.secrets import has_secret_name, mask_json
 
 _LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
@@ -133,9 +133,9 @@ class ReportOptions(ReportFields):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every option; values of tokens and keys are masked."""
+        """Return every option; tokens, keys and passwords are masked, also inside of values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: f"<{name.upper()}>" if has_secret_name(name) else value for name, value in values.items()}
+        return {n: f"<{n.upper()}>" if has_secret_name(n) else mask_json(value) for n, value in values.items()}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)
