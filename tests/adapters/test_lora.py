@@ -727,6 +727,13 @@ def test_each_unmatched_target_is_named():
     assert "is of type LlamaRMSNorm" in result[2]
 
 
+@pytest.mark.parametrize("pattern", ["*.q_proj", "(q_proj", "[q"])
+def test_target_that_is_no_regular_expression_is_rejected(pattern):
+    (result,) = problems(lora_target=["k_proj", pattern])
+    assert f'"{pattern}"' in result
+    assert "regular expression" in result
+
+
 def test_missing_additional_target_is_rejected():
     (result,) = problems(additional_target=["lm_haed"])
     assert 'Did you mean "lm_head"?' in result

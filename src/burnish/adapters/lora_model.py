@@ -78,6 +78,10 @@ def find_targets(
     found: dict[str, None] = {}
     missing = []
     for name in targets:
+        if fault := _pattern_fault(name):
+            what = f'lora_target "{name}" is neither a name nor a regular expression: {fault}.'
+            missing.append(Problem(what, remedy="Write .* for any text, and (a|b) for a choice.", option="lora_target"))
+            continue
         if name in _ALL_LINEAR:
             paths = [
                 path
@@ -442,6 +446,15 @@ def _matches_path(name: str, path: str) -> bool:
     if _is_path_suffix(path, name):
         return True
     return bool(re.search(r"[*+?|()\[\]^$\\]", name) and re.fullmatch(name, path))
+
+
+def _pattern_fault(name: str) -> str:
+    """Return why ``name`` is not a regular expression; "" if it is one, as every plain name is."""
+    try:
+        re.compile(name)
+    except re.error as error:
+        return str(error)
+    return ""
 
 
 def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
