@@ -427,7 +427,15 @@ def test_burnish_loads_peft_adapter_with_same_logits(case, tmp_path):
     torch.testing.assert_close(logits(reloaded), logits(other), **CLOSE)
 
 
-@pytest.mark.parametrize("options", [{"pissa_iter": -1}, {"pissa_iter": 2}, {"pissa_iter": 2, "use_rslora": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pissa_iter": -1},
+        {"pissa_iter": 2},
+        {"pissa_iter": 2, "use_rslora": True},
+        {"pissa_iter": 2, "lora_target": ["q_proj", "embed_tokens"]},
+    ],
+)
 def test_pissa_adapter_is_saved_as_lora_of_original_base(options, tmp_path):
     adapter, model = attach_lora(pissa_init=True, **options)
     torch.testing.assert_close(logits(model), logits(tiny_model()), **CLOSE)
@@ -672,6 +680,7 @@ def train_steps(model, steps):
         {"use_dora": True},
         {"pissa_init": True, "pissa_iter": 4},
         {"pissa_init": True, "pissa_iter": -1, "use_dora": True},
+        {"pissa_init": True, "pissa_iter": -1, "lora_target": ["q_proj", "embed_tokens"]},
         {"additional_target": ["embed_tokens", "lm_head"]},
     ],
 )
@@ -687,13 +696,14 @@ def test_state_dict_round_trip_is_bitwise_equal(options):
         assert torch.equal(ours, theirs), name
 
 
-def test_pissa_state_restores_its_own_initialization():
+@pytest.mark.parametrize("targets", [["all"], ["q_proj", "embed_tokens"]])
+def test_pissa_state_restores_its_own_initialization(targets):
     torch.manual_seed(1)
-    adapter, model = attach_lora(pissa_init=True, pissa_iter=1)
+    adapter, model = attach_lora(pissa_init=True, pissa_iter=1, lora_target=targets)
     randomize(model)
     state = {name: tensor.clone() for name, tensor in adapter.state(model).items()}
     torch.manual_seed(2)  # the fast decomposition is random, and other machines round differently
-    other_adapter, other = attach_lora(pissa_init=True, pissa_iter=1)
+    other_adapter, other = attach_lora(pissa_init=True, pissa_iter=1, lora_target=targets)
     other_adapter.load_state(other, state)
     torch.testing.assert_close(logits(other), logits(model), **CLOSE)
 

@@ -218,27 +218,37 @@ class InitialFactors:
 
     def to_saved_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the state of the adapter to LoRA for the original weights."""
-        a = {k: torch.cat([state[k], initial]) for k, initial in self.state.items() if k.endswith(_FACTORS[0])}
-        b = {k: torch.cat([state[k], -initial], 1) for k, initial in self.state.items() if k.endswith(_FACTORS[1])}
-        return {**state, **a, **b}
+        found = dict(state)
+        for _, key_a, key_b in self._pairs():
+            found[key_a] = torch.cat([state[key_a], self.state[key_a]])
+            found[key_b] = torch.cat([state[key_b], -self.state[key_b]], 1)
+        return found
 
     def from_saved_state(self, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Inverse of ``to_saved_state``. If the state started from another decomposition, that becomes the initial one,
         and the base weights are recomputed. On the same device the decomposition is exactly the same.
         """
         found = dict(state)
-        for key_a, a0 in [item for item in self.state.items() if item[0].endswith(_FACTORS[0])]:
-            key_b = key_a.replace("lora_A", "lora_B")
-            b0, rank = self.state[key_b], len(a0)
+        for path, key_a, key_b in list(self._pairs()):
+            a0, b0, rank = self.state[key_a], self.state[key_b], len(self.state[key_a])
             found[key_a], found[key_b] = state[key_a][:rank], state[key_b][:, :rank]
             a, b = state[key_a][rank:].to(a0), -state[key_b][:, rank:].to(b0)
             if not (torch.equal(a, a0) and torch.equal(b, b0)):
-                layer: Any = model.get_submodule(key_a.removeprefix(FILE_PREFIX).removesuffix(_FACTORS[0]))
+                layer: Any = model.get_submodule(path)
                 shift = layer.scaling[DEFAULT] * (b0 @ a0 - b @ a)
                 weight = layer.base_layer.weight.data
-                weight.copy_(weight.float() + (shift.t() if is_conv1d(layer.base_layer) else shift))
+                is_transposed = is_conv1d(layer.base_layer) or isinstance(layer.base_layer, nn.Embedding)
+                weight.copy_(weight.float() + (shift.t() if is_transposed else shift))
                 self.state[key_a], self.state[key_b] = a, b
         return found
+
+    def _pairs(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the path of each layer with factors, and the names of its A and B in a file."""
+        for key in self.state:
+            for suffix_a, suffix_b in _FACTORS:
+                if key.endswith(suffix_a):
+                    stem = key.removesuffix(suffix_a)
+                    yield stem.removeprefix(FILE_PREFIX), key, stem + suffix_b
 
     @contextmanager
     def detach_temporarily(self, model: nn.Module) -> Iterator[None]:
@@ -257,7 +267,8 @@ class InitialFactors:
         return replace(config, r=rank, lora_alpha=scaling * rank, use_rslora=False, init_lora_weights=True)
 
 
-_FACTORS = (".lora_A.weight", ".lora_B.weight")
+_FACTORS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))
+"""Suffixes of A and B in a file, of a linear layer and of an embedding, whose A is zero at first."""
 
 
 def _modules_with_new_tokens(model: nn.Module) -> list[str]:
