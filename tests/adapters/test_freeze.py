@@ -244,6 +244,22 @@ def test_invalid_peft_config_is_rejected(config, expected):
     assert expected in result
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"peft_type": "PROMPT_TUNING"},  # without num_virtual_tokens
+        {"peft_type": "LORA", "r": "high"},
+        {"peft_type": "LORA", "target_modules": "*.q_proj"},
+        {"peft_type": "LORA", "target_modules": [1]},
+        {"peft_type": "VERA", "r": -1},
+    ],
+)
+def test_peft_config_that_does_not_suit_the_model_is_rejected(config):
+    with pytest.raises(UserError) as raised:
+        with_peft(config)
+    assert raised.value.problems[0].option == "peft_config"
+
+
 FOLDERS = {
     "another method": ({"peft_type": "NOVEL"}, 'must be a method of the installed peft. Received: "NOVEL"'),
     "a number as the method": ({"peft_type": 5}, "must be a method of the installed peft. Received: 5"),

@@ -12,6 +12,7 @@ is checked or attached.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -78,8 +79,11 @@ class PeftAdapter:
         config = self._config()
         try:
             wrapped: nn.Module = get_peft_model(model, config)
-        except ValueError as error:  # peft's error for a config that does not suit the model
-            raise UserError(f"peft_config cannot be applied to this model: {error}", option="peft_config") from error
+        except _REJECTIONS as error:
+            if is_out_of_memory(error):
+                raise
+            what = f"peft_config cannot be applied to this model: {type(error).__name__}: {first_line(error)}"
+            raise UserError(what, option="peft_config") from error
         if isinstance(self.options.peft_config, dict | str) and getattr(config, "orth_reg_weight", None):
             self.notes.append(
                 "AdaLoRA trains with the rank init_r throughout, and without its orthogonality penalty. In a script, "
@@ -138,6 +142,12 @@ class PeftAdapter:
             return known[kind](**{"task_type": "CAUSAL_LM", **raw})
         except (TypeError, ValueError) as error:
             raise UserError(f"peft_config is not valid for {kind}: {error}.", option="peft_config") from error
+
+
+_REJECTIONS = (
+    ArithmeticError, AttributeError, LookupError, OSError, re.error, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors that peft raises for a config or weights that do not suit the model. It checks few of the values."""
 
 
 def changes_outputs(model: nn.Module) -> bool:
@@ -233,7 +243,7 @@ def _load_peft_model(model: nn.Module, folder: Path, is_trainable: bool = False)
     raise_if(folder_problems(folder))
     try:
         return PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
-    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except _REJECTIONS as error:
         if is_out_of_memory(error):
             raise
         what = f"peft cannot load this adapter: {type(error).__name__}: {first_line(error).rstrip('.')}."
