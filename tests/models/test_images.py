@@ -239,6 +239,17 @@ def test_lora_adapts_only_the_language_model():
     assert all(name.startswith("model.language_model") for name in names)
 
 
+def test_peft_finds_only_the_layers_of_a_saved_adapter(tmp_path):
+    import peft
+
+    model, _ = image_models().build("qwen2_5_vl")
+    adapter = ADAPTERS["lora"](RunOptions(freeze_vision_tower=False), [])
+    adapter.save(adapter.attach(model), str(tmp_path))
+    loaded = peft.PeftModel.from_pretrained(image_models().build("qwen2_5_vl")[0], str(tmp_path))
+    count = sum(".lora_A." in name for name, _ in model.named_parameters())
+    assert count == sum(".lora_A." in name for name, _ in loaded.named_parameters())
+
+
 def test_freeze_counts_layers_of_the_language_model():
     model, _ = image_models().build("llava")
     ADAPTERS["freeze"](RunOptions(finetuning_type="freeze", freeze_trainable_layers=1), []).attach(model)

@@ -106,9 +106,9 @@ def find_targets(
 
 
 def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
-    """Suffixes that match ``paths`` and no other layer. Whole paths if the suffix is ambiguous."""
-    others = set(linear_layers(model)) - set(paths)
-    taken = {path.split(".")[-1] for path in others}
+    """Suffixes that match ``paths`` and no other module. Whole paths if the suffix is ambiguous."""
+    own = set(paths)
+    taken = {path.split(".")[-1] for path, _ in model.named_modules() if path not in own}
     return tuple(dict.fromkeys(path if path.split(".")[-1] in taken else path.split(".")[-1] for path in paths))
 
 
