@@ -8,7 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions, ModelState, parameter_lines, trainable_summary
+from burnish.adapters.base import (
+    ADAPTERS,
+    FinetuningOptions,
+    ModelState,
+    finetuning_notes,
+    parameter_lines,
+    trainable_summary,
+)
 from burnish.adapters.freeze import FreezeOptions, decoder_layers
 from burnish.adapters.lora import LoraOptions
 from burnish.adapters.peft import OftOptions, PeftOptions, check_oft, merge_folders
@@ -204,6 +211,20 @@ def test_oft_accepts_llamafactory_options(options, expected):
     assert config.r == rank or rank == 0
     assert config.module_dropout == options.get("module_dropout", 0)
     assert sum(name.endswith("oft_R.default.weight") for name, _ in model.named_parameters()) == layers
+
+
+def test_missing_target_of_oft_is_rejected_with_a_suggestion():
+    (result,) = problems("oft", oft_target=["q_porj"])
+    assert "oft_target" in result
+    assert 'Did you mean "q_proj"?' in result
+    assert problems("oft", oft_target=["all-linear"]) == []
+
+
+def test_frozen_parts_without_effect_on_a_peft_config_are_reported():
+    config = METHODS["ia3"]
+    (note,) = finetuning_notes(Options(finetuning_type="peft", peft_config=config, freeze_language_model=True))
+    assert "freeze_language_model" in note
+    assert finetuning_notes(Options(finetuning_type="peft", peft_config=config)) == []
 
 
 def test_oft_accepts_only_one_size_option():

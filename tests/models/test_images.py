@@ -231,12 +231,17 @@ def test_full_training_trains_unfrozen_parts(family, frozen, trained):
     assert result == trained
 
 
-def test_lora_adapts_only_the_language_model():
-    model, _ = image_models().build("qwen2_5_vl")
-    ADAPTERS["lora"](RunOptions(), []).attach(model)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert names
-    assert all(name.startswith("model.language_model") for name in names)
+@pytest.mark.parametrize(("kind", "trained"), [("lora", "lora_"), ("oft", "oft_R")])
+def test_adapter_is_added_to_the_unfrozen_parts_only(kind, trained):
+    for frozen, part in (
+        ({}, "language_model"),
+        ({"freeze_vision_tower": False, "freeze_language_model": True}, "visual"),
+    ):
+        model, _ = image_models().build("qwen2_5_vl")
+        model = ADAPTERS[kind](RunOptions(finetuning_type=kind, **frozen), []).attach(model)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert names
+        assert all(f"model.{part}" in name and trained in name for name in names)
 
 
 def test_peft_finds_only_the_layers_of_a_saved_adapter(tmp_path):
@@ -268,7 +273,7 @@ def test_invalid_part_selection_is_rejected(family, options, message):
     from tiny_models import tiny_model
 
     model = image_models().build(family)[0] if family else tiny_model("llama")
-    for kind in ("full", "lora"):
+    for kind in ("full", "lora", "oft"):
         problems = ADAPTERS[kind](RunOptions(finetuning_type=kind, **options), []).check(model)
         assert any(message in str(problem.what) for problem in problems)
 

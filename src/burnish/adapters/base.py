@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from burnish.checkpoint.snapshot import named_tensors_without_duplicates
 from burnish.config.checks import notes
 from burnish.config.errors import Problem, UserError, did_you_mean, few, shape_in_words
-from burnish.config.options import option
+from burnish.config.options import changed_options, option
 from burnish.config.registry import Registry
 from burnish.kernels.model_parts import PartName, has_vision_tower, part_at, parts_of
 from burnish.kernels.probe import unwrap_peft
@@ -89,6 +89,8 @@ class FinetuningOptions:
 def finetuning_notes(options: FinetuningOptions) -> list[str]:
     """Notes on options of other finetuning types."""
     unread = ADAPTERS.unread(ADAPTERS.get(options.finetuning_type), options)
+    if options.finetuning_type == "peft":  # peft's config selects the layers
+        unread += [name for name in _FREEZE_OPTIONS if name in changed_options(options)]
     return [f'"{name}" has no effect with finetuning_type {options.finetuning_type}.' for name in unread]
 
 

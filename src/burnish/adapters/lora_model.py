@@ -61,15 +61,16 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def find_targets(
     model: nn.Module, targets: Sequence[str], left_out: Sequence[str] = (),
-    is_frozen: Callable[[str], bool] = lambda path: False,
+    is_frozen: Callable[[str], bool] = lambda path: False, option: str = "lora_target",
 ) -> tuple[list[str], list[Problem]]:  # fmt: skip
-    """The paths of the layers that ``lora_target`` selects, and a problem for each name without a match.
+    """The paths of the layers that ``targets`` selects, and a problem for each name without a match.
 
     Args:
         targets: "all" for every linear layer except the head; suffixes of paths ("q_proj", "mlp.up_proj"); regular
             expressions for whole paths.
         left_out: paths of fully trained modules, which get no adapter.
         is_frozen: whether the layer at a path belongs to a frozen part of the model.
+        option: the option that contains ``targets``.
     """
     linear = linear_layers(model)
     head = output_head(model)
@@ -79,8 +80,8 @@ def find_targets(
     missing = []
     for name in targets:
         if fault := _pattern_fault(name):
-            what = f'lora_target "{name}" is neither a name nor a regular expression: {fault}.'
-            missing.append(Problem(what, remedy="Write .* for any text, and (a|b) for a choice.", option="lora_target"))
+            what = f'{option} "{name}" is neither a name nor a regular expression: {fault}.'
+            missing.append(Problem(what, remedy="Write .* for any text, and (a|b) for a choice.", option=option))
             continue
         if name in _ALL_LINEAR:
             paths = [
@@ -100,7 +101,7 @@ def find_targets(
                 )
             )
         elif not paths:
-            missing.append(_no_target(model, name, list(linear)))
+            missing.append(_no_target(model, name, list(linear), option))
         found.update(dict.fromkeys(paths))
     return [path for path, _ in model.named_modules() if path in found], missing
 
@@ -457,23 +458,21 @@ def _pattern_fault(name: str) -> str:
     return ""
 
 
-def _no_target(model: nn.Module, name: str, linear: Sequence[str]) -> Problem:
+def _no_target(model: nn.Module, name: str, linear: Sequence[str], option: str) -> Problem:
     short = list(dict.fromkeys(path.split(".")[-1] for path in linear))
     others = [path for path, _ in model.named_modules() if path and _is_path_suffix(path, name)]
     what = f"matches no linear layer of {type(model).__name__}"
     if any(path in linear for path in others):
         remedy = "Set freeze_vision_tower: false or freeze_multi_modal_projector: false, or select other layers."
         return Problem(
-            f'lora_target "{name}" matches only frozen layers of {type(model).__name__}.',
+            f'{option} "{name}" matches only frozen layers of {type(model).__name__}.',
             remedy=remedy,
-            option="lora_target",
+            option=option,
         )
     if others:
         what += f"; {others[0]} is of type {type(model.get_submodule(others[0])).__name__}"
     guess = did_you_mean(name, short)
-    return Problem(
-        f'lora_target "{name}" {what}.{guess}', remedy=f"Linear layers: {', '.join(short)}.", option="lora_target"
-    )
+    return Problem(f'{option} "{name}" {what}.{guess}', remedy=f"Linear layers: {', '.join(short)}.", option=option)
 
 
 def _is_finite(module: nn.Module) -> bool:

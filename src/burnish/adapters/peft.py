@@ -22,9 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.adapters.base import ADAPTERS, FinetuningOptions, raise_unless_same_tensors
+from burnish.adapters.base import (
+    ADAPTERS,
+    FinetuningOptions,
+    is_frozen,
+    part_problems,
+    raise_unless_same_tensors,
+)
 from burnish.adapters.chain import incomplete_chain_notes, write_merged
 from burnish.adapters.lora_fit import CONFIG_NAME, read_weights_header
+from burnish.adapters.lora_model import find_targets, shortest_names
 from burnish.config.checks import check
 from burnish.config.errors import Problem, UserError, did_you_mean, first_line, is_out_of_memory
 from burnish.config.options import option, raise_if
@@ -59,7 +66,7 @@ class PeftAdapter:
         if is_peft_model(model) or self.folders:
             return [problem for folder in self.folders for problem in folder_problems(folder)]
         try:
-            self._config()
+            self._config(model)
         except UserError as error:
             return list(error.problems)
         return []
@@ -76,7 +83,7 @@ class PeftAdapter:
         self._base = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         if self.folders:
             return self._continue_adapter(model, str(self.folders[-1]))
-        config = self._config()
+        config = self._config(model)
         try:
             wrapped: nn.Module = get_peft_model(model, config)
         except _REJECTIONS as error:
@@ -124,7 +131,7 @@ class PeftAdapter:
     def save_config(self, model: nn.Module, folder: str) -> None:
         self.save(model, folder)  # small; peft loads this file, not peft_state.safetensors
 
-    def _config(self) -> Any:
+    def _config(self, model: nn.Module) -> Any:
         """The given or described ``PeftConfig``. Raises UserError if it is invalid."""
         from peft import PeftConfig
 
@@ -163,7 +170,10 @@ class OftOptions:
     """OFT."""
 
     oft_block_size: int = option(
-        32, "Size of the OFT blocks; must divide the input size of the layers. 0: determined by oft_rank.", ge=0
+        32,
+        "Size of the OFT blocks; for a layer whose input size it does not divide, the nearest size that does. "
+        "0: determined by oft_rank.",
+        ge=0,
     )
     oft_rank: int = option(0, "Number of OFT blocks per layer. 0: determined by oft_block_size.", ge=0)
     oft_target: list[str] = option(
@@ -191,21 +201,23 @@ def check_oft(options: OftChoices) -> list[Problem]:
 class OftAdapter(PeftAdapter):
     """Trains small orthogonal matrices that rotate the inputs of layers (OFT, with peft)."""
 
-    def __init__(self, options: OftOptions, folders: Sequence[Path] = ()) -> None:
+    def __init__(self, options: OftChoices, folders: Sequence[Path] = ()) -> None:
         super().__init__(PeftOptions(), folders)
         self.oft = options
 
-    def _config(self) -> Any:
+    def _config(self, model: nn.Module) -> Any:
         """Source: Qiu et al. 2023, https://arxiv.org/abs/2306.07280."""
         from peft import OFTConfig
 
-        options = self.oft
+        options, frozen = self.oft, is_frozen(model, self.oft)
+        targets, missing = find_targets(model, options.oft_target, is_frozen=frozen, option="oft_target")
+        raise_if([*missing, *part_problems(options, model)])
         return OFTConfig(
             task_type="CAUSAL_LM",
             r=options.oft_rank,
             oft_block_size=options.oft_block_size,
             module_dropout=options.module_dropout,
-            target_modules="all-linear" if "all" in options.oft_target else options.oft_target,
+            target_modules=list(shortest_names(targets, model)),
         )
 
 
