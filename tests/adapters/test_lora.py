@@ -509,10 +509,19 @@ def saved_adapter(folder, seed, family="llama", **options):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"lora_rank": 8}, None), ({"lora_rank": 2}, None), ({"lora_rank": 4}, "lora_rank applies to new adapters")],
+    [
+        ({"lora_rank": 8}, None),
+        ({"lora_rank": 2}, None),
+        ({"lora_rank": 4}, "lora_rank applies to new adapters"),
+        ({"lora_rank": 2, "lora_target": ["v_proj", "q_proj"], "additional_target": ["lm_head"]}, None),
+        ({"lora_rank": 2, "lora_target": ["k_proj"]}, "lora_target applies"),
+        ({"lora_rank": 2, "additional_target": ["norm"]}, "additional_target applies"),
+        ({"lora_rank": 2, "use_dora": True, "use_rslora": True}, "use_rslora and use_dora apply"),
+        ({"lora_rank": 2, "pissa_init": True}, "pissa_init applies"),
+    ],
 )
 def test_options_that_an_existing_adapter_does_not_follow_are_reported(options, named, tmp_path):
-    saved_adapter(tmp_path, 1, lora_rank=2)
+    saved_adapter(tmp_path, 1, lora_rank=2, lora_target=["q_proj", "v_proj"], additional_target=["lm_head"])
     adapter, _ = attach_lora(folders=[tmp_path], **options)
     assert [named in note for note in adapter.notes] == ([True] if named else [])
 

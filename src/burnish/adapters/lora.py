@@ -10,7 +10,7 @@ any weight is read, because it only needs the model's shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from burnish.config.checks import notes
 from burnish.config.errors import Problem, few
 from burnish.config.options import changed_options, ineffective_option_notes, option, raise_if
 from burnish.utils.files import absolute_if_local
-from burnish.utils.json_files import write_json
+from burnish.utils.json_files import quote_value, write_json
 
 DEFAULT = "default"
 """Name of the trained adapter in memory, as in peft."""
@@ -282,17 +282,29 @@ def _modules_with_new_tokens(model: nn.Module) -> list[str]:
 
 def _notes_on_existing_adapter(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> list[str]:
     """Notes on an existing adapter: options that it does not follow, and another base model."""
-    kept = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
-    ignored = [name for name, value in changed_options(options).items() if name in kept and value != kept[name]]
+    kept = {
+        "lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora, "use_dora": config.use_dora,
+        "pissa_init": str(config.init_lora_weights).startswith("pissa"),
+        "lora_target": _sorted_names(config.target_modules),
+        "additional_target": _sorted_names(config.modules_to_save),
+    }  # fmt: skip
+    requested = {name: value for name, value in changed_options(options).items() if name in kept}
+    requested |= {name: sorted(value) for name, value in requested.items() if isinstance(value, list)}
+    ignored = [name for name, value in requested.items() if value != kept[name]]
     notes = []
     if ignored:
-        kind = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
         verb = "applies" if len(ignored) == 1 else "apply"
-        notes.append(f"{' and '.join(ignored)} {verb} to new adapters only: {folder} keeps {kind}.")
+        shown = ", ".join(f"{name}: {quote_value(kept[name])}" for name in ignored)
+        notes.append(f"{' and '.join(ignored)} {verb} to new adapters only. {folder} has {shown}.")
     base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
     if own and base and Path(own).name != Path(base).name:
         notes.append(f"The adapter was trained on {own}; the base model of this run is {base}.")
     return notes
+
+
+def _sorted_names(names: str | Collection[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else sorted(names or ())
 
 
 def _notes_on_new_adapter(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
