@@ -589,8 +589,9 @@ def test_shared_weight_is_saved_under_both_names(tmp_path):
     assert torch.equal(first, model.get_output_embeddings().modules_to_save["default"].weight)
 
 
-def test_two_adapters_coexist_in_one_model(tmp_path):
-    first, second = saved_adapter(tmp_path / "first", 1), saved_adapter(tmp_path / "second", 2)
+@pytest.mark.parametrize("targets", [["all"], ["q_proj", "embed_tokens"]])
+def test_two_adapters_coexist_in_one_model(targets, tmp_path):
+    first, second = (saved_adapter(tmp_path / f"{seed}", seed, lora_target=targets) for seed in (1, 2))
     model = tiny_model()
     load_adapter(model, first, "first")
     load_adapter(model, second, "second")

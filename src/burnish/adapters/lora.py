@@ -276,7 +276,7 @@ def _modules_with_new_tokens(model: nn.Module) -> list[str]:
     if not getattr(model, "has_new_tokens", False):
         return []
     head = output_head(model)
-    paths = [path for path, module in model.named_modules() if module is head] + embeddings(model)[:1]
+    paths = [path for path, module in model.named_modules() if module is head] + [*embeddings(model)][:1]
     return sorted({path.split(".")[-1] for path in paths})
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same_tensors
-from burnish.adapters.lora_model import FILE_PREFIX, layer_features, linear_layers
+from burnish.adapters.lora_model import FILE_PREFIX, embeddings, layer_features, linear_layers
 from burnish.config.errors import Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
 from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
@@ -185,7 +185,7 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
         header = read_weights_header(folder)
     except UserError as error:
         return list(error.problems)
-    places = {**linear_layers(model), **{p: m for p, m in model.named_modules() if isinstance(m, nn.Embedding)}}
+    places = {**linear_layers(model), **embeddings(model)}
     modules = dict(model.named_modules())
     absent = [path for path in fit.targets if path not in places] + [path for path in fit.whole if path not in modules]
     if absent:
@@ -247,9 +247,10 @@ def _split_tensor_name(key: str) -> tuple[str, str]:
 
 def _layer_shape(module: nn.Module) -> tuple[int, int]:
     """(I, O) of a linear layer; (vocabulary size, width) of an embedding."""
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    return layer_features(module)
+    layer = getattr(module, "base_layer", module)
+    if isinstance(layer, nn.Embedding):
+        return layer.num_embeddings, layer.embedding_dim
+    return layer_features(layer)
 
 
 def _shape_difference(model: nn.Module, fit: Fit, key: str, info: TensorInfo) -> str:

@@ -52,11 +52,20 @@ def adapters_in(module: Any) -> list[str]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers by path, without those inside of adapters."""
+    """The linear layers by path, with and without adapters."""
+    return {path: layer for path, layer in _outer_modules(model) if is_linear(getattr(layer, "base_layer", layer))}
+
+
+def embeddings(model: nn.Module) -> dict[str, nn.Module]:
+    """The embeddings by path, with and without adapters."""
+    return {path: layer for path, layer in _outer_modules(model) if is_embedding(layer)}
+
+
+def _outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with their paths, without those inside of peft's."""
     adapted = dict(adapter_modules(model))
     inside = {f"{path}.{name}" for path, m in adapted.items() for name, _ in m.named_modules() if name}
-    found = ((path, m) for path, m in model.named_modules() if path not in inside)
-    return {path: m for path, m in found if is_linear(getattr(m, "base_layer", m))}
+    return ((path, module) for path, module in model.named_modules() if path not in inside)
 
 
 def find_targets(
@@ -111,10 +120,6 @@ def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
     own = set(paths)
     taken = {path.split(".")[-1] for path, _ in model.named_modules() if path not in own}
     return tuple(dict.fromkeys(path if path.split(".")[-1] in taken else path.split(".")[-1] for path in paths))
-
-
-def embeddings(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -506,6 +511,11 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module) or is_packed(module)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether this is an embedding, with or without an adapter."""
+    return isinstance(getattr(module, "base_layer", module), nn.Embedding)
 
 
 def is_packed(module: nn.Module) -> bool:
