@@ -798,6 +798,26 @@ def test_adapter_for_other_layers_is_rejected(tmp_path):
     assert "which LlamaForCausalLM does not have" in result
 
 
+@pytest.mark.parametrize(
+    ("options", "suffix"),
+    [
+        ({}, "up_proj.lora_A.weight"),
+        ({}, "up_proj.lora_B.weight"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
+        ({"lora_target": ["embed_tokens"]}, "lora_embedding_B"),
+        ({"lora_target": ["up_proj"], "additional_target": ["self_attn"]}, "o_proj.weight"),
+    ],
+)
+def test_adapter_without_one_of_its_tensors_is_rejected(options, suffix, tmp_path):
+    file = saved_adapter(tmp_path, 1, **options) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(suffix))
+    del tensors[name]
+    save_file(tensors, file)
+    (result,) = problems(folders=[tmp_path])
+    assert name in result
+
+
 def test_truncated_adapter_is_reported_with_its_size(tmp_path):
     weights = saved_adapter(tmp_path, 1) / "adapter_model.safetensors"
     size = weights.stat().st_size

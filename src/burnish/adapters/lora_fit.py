@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same_tensors
-from burnish.adapters.lora_model import FILE_PREFIX, embeddings, layer_features, linear_layers
+from burnish.adapters.lora_model import FILE_PREFIX, embeddings, is_embedding, layer_features, linear_layers
 from burnish.config.errors import Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
 from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
@@ -31,10 +31,9 @@ _UNSUPPORTED_FIELDS = (
 """Fields of peft's config that enable more than low-rank updates and fully trained modules."""
 
 # Suffixes of tensor names in a file, one per kind of tensor.
-_FACTORS = (
-    "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
-)  # fmt: skip
-_BASE = "base_layer.weight"
+_LINEAR, _BIAS, _EMBEDDING = ("lora_A.weight", "lora_B.weight"), "lora_B.bias", ("lora_embedding_A", "lora_embedding_B")
+_MAGNITUDE, _BASE = "lora_magnitude_vector", "base_layer.weight"
+_FACTORS = (*_LINEAR, _BIAS, *_EMBEDDING, _MAGNITUDE)
 
 
 @dataclass(frozen=True)
@@ -191,6 +190,9 @@ def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
     if absent:
         what = f"the adapter is for a model with {few(absent, 1)}, which {type(model).__name__} does not have."
         return [_mismatch_problem(folder, fit, what)]
+    if lacking := [name for name in _expected_names(fit, modules) if name not in header]:
+        what = f"{WEIGHTS_NAME} lacks {few(lacking, 1)}."
+        return [Problem(what, where=str(folder), remedy="Check that the adapter folder was copied completely.")]
     other = [text for key, info in header.items() if (text := _shape_difference(model, fit, key, info))]
     if other:
         more = f" ({len(other)} tensors differ)" if len(other) > 1 else ""
@@ -245,10 +247,23 @@ def _split_tensor_name(key: str) -> tuple[str, str]:
     return name, ""
 
 
+def _expected_names(fit: Fit, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the names of the tensors that the file of an adapter contains."""
+    bias = (_BIAS,) if fit.config.lora_bias else ()
+    magnitude = (_MAGNITUDE,) if fit.config.use_dora else ()
+    for path in fit.targets:
+        factors = _EMBEDDING if is_embedding(modules[path]) else (*_LINEAR, *bias)
+        for kind in (*factors, *magnitude):
+            yield f"{FILE_PREFIX}{path}.{kind}"
+    for path in fit.whole:
+        for name, _ in modules[path].named_parameters(remove_duplicate=False):
+            yield f"{FILE_PREFIX}{path}.{name}"
+
+
 def _layer_shape(module: nn.Module) -> tuple[int, int]:
     """(I, O) of a linear layer; (vocabulary size, width) of an embedding."""
-    layer = getattr(module, "base_layer", module)
-    if isinstance(layer, nn.Embedding):
+    layer: Any = getattr(module, "base_layer", module)
+    if is_embedding(layer):
         return layer.num_embeddings, layer.embedding_dim
     return layer_features(layer)
 
