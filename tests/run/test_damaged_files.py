@@ -121,7 +121,7 @@ WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
     "adapter/adapter_config.json": [
         {"lora_alpha": "16"}, {"r": 2.5}, {"r": 0}, {"r": -1}, {"target_modules": 3}, {"lora_dropout": "a"},
         {"lora_dropout": 1}, {"lora_alpha": float("nan")}, {"rank_pattern": []}, {"rank_pattern": 0},
-        {"alpha_pattern": {"q_proj": "x"}},
+        {"alpha_pattern": {"*.q_proj": 4}}, {"init_lora_weights": [1]}, {"alpha_pattern": {"q_proj": "x"}},
         {"modules_to_save": {"a": 1}}, {"peft_type": ["LORA"]}, {"use_rslora": "yes"}, {"base_model_name_or_path": 3},
     ],
     "model/config.json": [

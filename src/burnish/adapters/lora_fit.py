@@ -16,7 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from burnish.adapters.base import raise_unless_same_tensors
-from burnish.adapters.lora_model import FILE_PREFIX, embeddings, is_embedding, layer_features, linear_layers
+from burnish.adapters.lora_model import (
+    FILE_PREFIX,
+    embeddings,
+    is_embedding,
+    layer_features,
+    linear_layers,
+    pattern_fault,
+)
 from burnish.config.errors import Problem, UserError, few, shape_in_words
 from burnish.config.options import raise_if
 from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
@@ -148,6 +155,8 @@ def _wrong_values(raw: Mapping[str, Any]) -> Iterator[str]:
         if is_pattern and not isinstance(value, Mapping):
             yield f'"{name}" must be a mapping of names to {kind}. Received: {quote_value(value)}.'
             continue
+        if is_pattern and (invalid := [key for key in value if pattern_fault(key)]):
+            yield f'the keys of "{name}" must be regular expressions. Received: {quote_value(invalid[0])}.'
         items = list(value.values()) if is_pattern else value if isinstance(value, list) else [value]
         if not all(_has_type(kind, item) for item in items):
             yield f'"{name}" must be {kind}. Received: {quote_value(value)}.'

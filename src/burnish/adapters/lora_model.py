@@ -88,7 +88,7 @@ def find_targets(
     found: dict[str, None] = {}
     missing = []
     for name in targets:
-        if fault := _pattern_fault(name):
+        if fault := pattern_fault(name):
             what = f'{option} "{name}" is neither a name nor a regular expression: {fault}.'
             missing.append(Problem(what, remedy="Write .* for any text, and (a|b) for a choice.", option=option))
             continue
@@ -180,7 +180,7 @@ def add_adapter(model: nn.Module, name: str, config: Any, targets: Sequence[str]
     try:
         with torch.device("meta") if is_shape else nullcontext():
             inject_adapter_in_model(here, model, name)
-    except ValueError as error:  # peft's error for layers that it cannot adapt
+    except (AttributeError, ImportError, TypeError, ValueError) as error:  # a layer or a setting that peft rejects
         raise UserError(f"peft rejects this adapter: {error}") from error
     model.train(mode)
     if not is_shape and config.init_lora_weights is True:
@@ -454,7 +454,7 @@ def _matches_path(name: str, path: str) -> bool:
     return bool(re.search(r"[*+?|()\[\]^$\\]", name) and re.fullmatch(name, path))
 
 
-def _pattern_fault(name: str) -> str:
+def pattern_fault(name: str) -> str:
     """Return why ``name`` is not a regular expression; "" if it is one, as every plain name is."""
     try:
         re.compile(name)
