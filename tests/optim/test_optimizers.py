@@ -178,6 +178,15 @@ def test_unsupported_optimizer_argument_is_rejected(name):
         Training(name, optim_args="no_such_thing=1")
 
 
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "galore_adamw"])
+@pytest.mark.parametrize(
+    "arguments", ["amsgrad", "eps=", "=1", "eps=1, eps=2", "lr=0.1", "weight_decay=0.1", "betas=(0.9, 0.95)"]
+)
+def test_malformed_optimizer_arguments_are_rejected(name, arguments):
+    (problem,) = check_optimizer(options_for(name, optim_args=arguments))
+    assert problem.option == "optim_args"
+
+
 @pytest.mark.parametrize("argument", ["relative_step=True", "scale_parameter=True, warmup_init=True"])
 def test_adafactor_without_the_learning_rate_of_the_run_is_rejected(argument):
     with pytest.raises(UserError, match="invalid optim_args"):

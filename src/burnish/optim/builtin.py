@@ -78,6 +78,10 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
         return [
             Problem(f'"{selected[0]}" and "{selected[1]}" cannot be combined. Set one of them.', option=tuple(selected))
         ]
+    try:
+        optim_arguments(options)
+    except UserError as error:
+        return list(error.problems)
     return missing_library(member.name)
 
 
@@ -226,13 +230,29 @@ def planned_turns(sizes: Mapping[str, int], options: OptimOptions, max_steps: in
 
 
 def optim_arguments(options: OptimOptions) -> dict[str, Any]:
-    """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``."""
+    """``optim_args`` as a dict: ``"momentum=0.9, nesterov=true"`` -> ``{"momentum": 0.9, "nesterov": True}``.
+
+    Raises:
+        UserError: for a part that is not a name=value pair, a duplicate name, or an argument with its own option.
+    """
     found: dict[str, Any] = {}
     for pair in (options.optim_args or "").split(","):
-        if pair.strip():
-            name, _, text = pair.partition("=")
-            found[name.strip()] = literal(text.strip())
+        if not pair.strip():
+            continue
+        name, _, text = (part.strip() for part in pair.partition("="))
+        if not (name and text):
+            what = f'"optim_args" must be comma-separated name=value pairs. Received: "{pair.strip()}".'
+            raise UserError(what, option="optim_args")
+        if name in found:
+            raise UserError(f'"optim_args" sets {name} twice.', remedy="Remove one of the two.", option="optim_args")
+        if own := _SET_ELSEWHERE.get(name):
+            raise UserError(f'"optim_args" cannot set {name}.', remedy=f"Set {own}.", option="optim_args")
+        found[name] = literal(text)
     return found
+
+
+_SET_ELSEWHERE = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+"""Arguments that the parameter groups set -> their options."""
 
 
 def adam_arguments(options: OptimOptions) -> dict[str, Any]:
