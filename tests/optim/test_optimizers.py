@@ -380,6 +380,22 @@ def test_optim_args_are_read_like_in_transformers():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
+@pytest.mark.parametrize(
+    "argument", ["rank=0", "rank=high", "rank=2.5", "update_proj_gap=0", "scale=-1", "scale=nan", "proj_type=lef"]
+)
+def test_invalid_argument_of_a_projection_is_rejected(name, argument):
+    with pytest.raises(UserError, match=argument.split("=")[0]) as raised:
+        Training(name, optim_args=argument)
+    assert "optim_args" in raised.value.problems[0].options
+
+
+@pytest.mark.parametrize("argument", ["proj=rand", "scale_type=chanel", "proj_type=full"])
+def test_invalid_choice_of_apollo_is_rejected(argument):
+    with pytest.raises(UserError, match=argument.split("=")[0]):
+        Training("apollo_adamw", optim_args=argument)
+
+
 def test_llamafactory_switches_use_llamafactory_defaults():
     """LLaMA-Factory 0.9.5, hparams/finetuning_args.py."""
     galore = low_rank._galore_method(options_for("adamw_torch", use_galore=True))

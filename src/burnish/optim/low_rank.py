@@ -50,9 +50,14 @@ INNER_OPTIMIZERS = {
     "apollo_adamw": "adamw_torch",
 }  # fmt: skip
 """``optim`` -> the optimizer of the small matrices."""
-GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
-APOLLO_ARGUMENTS = (*GALORE_ARGUMENTS, "proj", "scale_type")
-"""Arguments that transformers accepts in ``optim_args``."""
+_GALORE_CHOICES = {"proj_type": ("std", "reverse_std", "right", "left", "full")}
+_APOLLO_CHOICES = {
+    "proj_type": ("std", "reverse_std", "right", "left"),
+    "proj": ("svd", "random"),
+    "scale_type": ("channel", "tensor"),
+}
+_NUMBERS = {"rank": "a positive integer", "update_proj_gap": "a positive integer", "scale": "a positive number"}
+"""Arguments that transformers accepts in ``optim_args``, with their values."""
 GROWTH_LIMIT = 1.01  # Fira, Chen et al. 2024, section 3.3, https://arxiv.org/abs/2410.01623
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 
@@ -172,7 +177,7 @@ def apollo(groups: Groups, options: LowRankChoices) -> Optimizer:
 
 def _galore_method(options: LowRankChoices) -> Method:
     """Settings of GaLore from LLaMA-Factory's options or, for ``optim: galore_*``, transformers' ``optim_args``."""
-    arguments, is_named = _read_arguments(options, GALORE_ARGUMENTS), not options.use_galore
+    arguments, is_named = _read_arguments(options, _GALORE_CHOICES), not options.use_galore
     return Method(
         targets=options.galore_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=arguments.get("rank", options.galore_rank or (128 if is_named else 16)),
@@ -184,7 +189,7 @@ def _galore_method(options: LowRankChoices) -> Method:
 
 
 def _apollo_method(options: LowRankChoices) -> Method:
-    arguments, is_named = _read_arguments(options, APOLLO_ARGUMENTS), not options.use_apollo
+    arguments, is_named = _read_arguments(options, _APOLLO_CHOICES), not options.use_apollo
     return Method(
         targets=options.apollo_target if options.optim_target_modules is None else options.optim_target_modules,
         rank=arguments.get("rank", options.apollo_rank or (128 if is_named else 16)),
@@ -197,12 +202,19 @@ def _apollo_method(options: LowRankChoices) -> Method:
     )
 
 
-def _read_arguments(options: OptimOptions, known: tuple[str, ...]) -> dict[str, Any]:
-    """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do."""
+def _read_arguments(options: OptimOptions, choices: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Read ``optim_args``. Raises TypeError for an unknown name, as other optimizers do, and ValueError for a value."""
     arguments = optim_arguments(options)
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise TypeError(f"unknown argument {unknown[0]}; known: {', '.join(known)}")
+    for name, value in arguments.items():
+        if name in choices:
+            expected, is_valid = f"one of {', '.join(choices[name])}", value in choices[name]
+        elif name in _NUMBERS:
+            is_number = type(value) is int or (type(value) is float and name == "scale")
+            expected, is_valid = _NUMBERS[name], is_number and 0 < value < math.inf
+        else:
+            raise TypeError(f"unknown argument {name}; known: {', '.join([*_NUMBERS, *choices])}")
+        if not is_valid:
+            raise ValueError(f"{name} must be {expected}. Received: {value}")
     return arguments
 
 
