@@ -426,6 +426,21 @@ def test_target_without_matching_matrix_is_rejected():
         Training("galore_adamw", galore_target=["q_proj"])
 
 
+@pytest.mark.parametrize("targets", [r"layers\.[02]\.w", [r"layers\.[02]\.w"], ["layers.0.w", "layers.2.w"], "all"])
+def test_targets_of_a_projection_are_names_or_regular_expressions(targets):
+    """A YAML file gives a list of one regular expression, a script the text."""
+    optimizer = Training("galore_adamw", optim_target_modules=targets).optimizer
+    names = [name for group in optimizer.param_groups[optimizer.num_plain :] for name in group["param_names"]]
+    assert names == ["layers.0.weight", "layers.2.weight"]
+
+
+@pytest.mark.parametrize("targets", ["*.q_proj", ["*.q_proj"]])
+def test_target_that_is_no_regular_expression_is_rejected(targets):
+    with pytest.raises(UserError) as raised:
+        Training("galore_adamw", optim_target_modules=targets)
+    assert "optim_target_modules" in raised.value.problems[0].options
+
+
 def test_muon_updates_layer_matrices_and_adamw_the_rest():
     optimizer = Training("muon").optimizer
     muon, adamw = optimizer.inner

@@ -59,6 +59,7 @@ _APOLLO_CHOICES = {
 _NUMBERS = {"rank": "a positive integer", "update_proj_gap": "a positive integer", "scale": "a positive number"}
 """Arguments that transformers accepts in ``optim_args``, with their values."""
 GROWTH_LIMIT = 1.01  # Fira, Chen et al. 2024, section 3.3, https://arxiv.org/abs/2410.01623
+_TARGETS = ("optim_target_modules", "galore_target", "apollo_target")
 _IN_A_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -232,7 +233,7 @@ class LowRank(Delegating):
                 "optim_target_modules, galore_target or apollo_target matches no trainable matrix. "
                 f"Received: {method.targets}.",
                 remedy='Set the target to "all" for the linear layers.',
-                option=("optim_target_modules", "galore_target", "apollo_target"),
+                option=_TARGETS,
             )
         super().__init__([*plain, *projected], options.learning_rate)
         self.options, self.method = options, method
@@ -377,11 +378,19 @@ def in_layers(name: str, parameter: nn.Parameter) -> bool:
 
 
 def is_target(name: str, parameter: nn.Parameter, targets: str | list[str]) -> bool:
-    if targets in (["all"], "all", "all-linear", "all_linear", ["all-linear"]):
+    """Whether ``name`` is that of a matrix and contains one of the targets, or a match of one as a regular expression.
+
+    Raises:
+        UserError: for a target that is not a regular expression.
+    """
+    each = [targets] if isinstance(targets, str) else targets
+    if len(each) == 1 and each[0] in ("all", "all-linear", "all_linear"):
         return in_layers(name, parameter)
-    if isinstance(targets, str):
-        return parameter.ndim == 2 and re.search(targets, name) is not None
-    return parameter.ndim == 2 and any(target in name for target in targets)
+    try:
+        return parameter.ndim == 2 and any(target in name or re.search(target, name) for target in each)
+    except re.error as error:
+        what = f"Expected names or regular expressions as targets. Received: {targets} ({error})."
+        raise UserError(what, remedy="Write .* for any text.", option=_TARGETS) from None
 
 
 def split_groups(groups: Groups, is_wanted: Callable[[str, nn.Parameter], bool]) -> tuple[Groups, Groups]:
