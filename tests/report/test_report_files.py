@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from burnish.report.results import (
     save_metrics,
     save_state,
     speed_metrics,
+    write_text_atomically,
 )
 from burnish.run.finish import draw_plots
 from burnish.run.plan.options import RunOptions
@@ -157,6 +159,20 @@ def test_full_disk_keeps_previous_results(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert json.loads((tmp_path / "train_results.json").read_text()) == {"train_loss": 1.5}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all_results.json", "train_results.json"]
+
+
+def test_file_written_by_two_threads_has_the_text_of_one(tmp_path):
+    path, texts = tmp_path / "results.json", ["a" * 100_000, "b" * 100_000]
+    write_text_atomically(path, texts[0])
+
+    def write(text):
+        for _ in range(100):
+            write_text_atomically(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, texts))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_saved_trainer_state_is_read_by_transformers(tmp_path):

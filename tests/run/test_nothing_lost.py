@@ -3,6 +3,7 @@
 import builtins
 import io
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from errno import ENOENT, ENOSPC
@@ -432,7 +433,7 @@ def full_disk_for(name: str) -> Iterator[list[str]]:
         path = Path(file).absolute() if isinstance(file, str | Path) else None
         if path is None or path.parent.name != "out" or not set(mode) & set("wax"):
             return original_open(file, mode, *args, **kwargs)
-        written.append(path.name.removesuffix(".incomplete"))
+        written.append(re.sub(r"\.\d+-\d+\.incomplete$", "", path.name))
         if name in (written[-1], written[-1].removeprefix(".")):
             raise OSError(ENOSPC, "No space left on device")
         return original_open(file, mode, *args, **kwargs)

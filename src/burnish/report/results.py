@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from burnish.config.errors import UserError
 from burnish.loop.state import STATE_NAME
 from burnish.report.pace import clock_time
+from burnish.utils.files import temporary_path
 from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it contains the old text or the new one, even if the disk fills up."""
-    temporary = path.with_name(f".{path.name}.incomplete")
+    temporary = temporary_path(path)
     try:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, path)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from burnish.utils.files import cache_home
+from burnish.utils.files import cache_home, temporary_path
 from burnish.utils.work import progress
 
 _PIECE_BYTES = 2**22
@@ -77,7 +77,7 @@ def _cached_content(path: Path) -> bytes | None:
 def _keep(path: Path, identity: list[int], digest: str) -> None:
     """Write a digest. Nothing is lost if that fails: the file is read again."""
     place = _place(path)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    temporary = temporary_path(place)
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps({"identity": identity, "sha256": digest}), encoding="utf-8")

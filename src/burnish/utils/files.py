@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import IO, Any, BinaryIO, TextIO, TypeVar
 from weakref import WeakSet
 
@@ -259,6 +260,12 @@ def broken_link(path: Path) -> Path | None:
 def absolute_if_local(model: str | None) -> str | None:
     """A model name that is valid in any working directory: a local folder becomes an absolute path."""
     return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None
+
+
+def temporary_path(path: Path) -> Path:
+    """A name in the same folder for the content of ``path`` until it is complete. No other process or thread of this
+    machine uses it."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.incomplete")
 
 
 def cache_home() -> Path:

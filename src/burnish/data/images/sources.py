@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from burnish.config.errors import UserError
 from burnish.data.images.image_file import BadImage, ImageFile, in_memory, read_header
-from burnish.utils.files import cache_home, check_below_roots
+from burnish.utils.files import cache_home, check_below_roots, temporary_path
 
 _NOT_BASE64_CHARACTER = re.compile(r"[^A-Za-z0-9+/=\s]")
 _BASE64_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
@@ -153,7 +153,7 @@ def store_image(content: bytes) -> str:
     path = cache_home() / "images" / name[:2] / name
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{name}.{os.getpid()}")
+        partial = temporary_path(path)
         partial.write_bytes(content)
         partial.replace(path)
     return str(path)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from burnish.models.images.processor import Tensors
+from burnish.utils.files import temporary_path
 
 _INDICES = "indices of "
 _KINDS = ((256, torch.uint8), (32_768, torch.int16))
@@ -68,7 +69,7 @@ class ImageDiskCache:
             self._left -= len(content)
             if self._left < 0:
                 return
-        partial = file.with_name(f"{file.name}.{os.getpid()}.{get_ident()}")
+        partial = temporary_path(file)
         partial.write_bytes(content)
         partial.replace(file)
 

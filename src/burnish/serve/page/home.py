@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from burnish.config.errors import UserError
 from burnish.serve.http.guards import new_key
-from burnish.utils.files import close_in_children, expand_user
+from burnish.utils.files import close_in_children, expand_user, temporary_path
 
 
 class Home:
@@ -65,7 +65,7 @@ class Home:
 
     def write(self, name: str, text: str) -> None:
         target = self.folder / name
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary = temporary_path(target)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
