@@ -17,7 +17,7 @@ TOKEN = "sesame"
 
 class Hub(BaseHTTPRequestHandler):
     folders: dict[str, Path] = {}
-    revisions = ("main", "v2", COMMIT)
+    revisions = ("main", "v2", "refs/pr/1", COMMIT)
     asked: list[str] = []
 
     def log_message(self, *_):

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import time
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,30 @@ def test_unresponsive_hub_is_abandoned_after_time_limit(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         assert "cannot be reached" in model_problems("nobody/no-such-model", cache_dir=str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("endpoint", ["hub.example", ""])
+def test_endpoint_that_is_not_a_url_is_reported(endpoint, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert "cannot be reached" in model_problems("nobody/no-such-model", cache_dir=str(tmp_path))[0]
+
+
+def test_server_that_does_not_speak_http_is_reported(monkeypatch, tmp_path):
+    def greet():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"SSH-2.0-other\r\n")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        thread = Thread(target=greet, daemon=True)
+        thread.start()
+        assert "cannot be reached" in model_problems("nobody/no-such-model", cache_dir=str(tmp_path))[0]
+        thread.join()
 
 
 def test_cached_model_is_found_when_offline(monkeypatch, tmp_path):

@@ -70,6 +70,7 @@ def find(address, monkeypatch, name, **options):
     [
         ("private/model", {}, "set hf_hub_token to your token"),
         ("private/model", {"hf_hub_token": TOKEN, "model_revision": "v9"}, '"model_revision" v9'),
+        ("private/model", {"hf_hub_token": TOKEN, "model_revision": "my branch"}, '"model_revision" my branch'),
         ("org/none", {}, "has no such model, or you have no access to it"),
     ],
 )
@@ -90,6 +91,13 @@ def test_token_of_the_environment_is_used(tmp_path, monkeypatch, repositories, t
         nullcontext() if token else pytest.raises(UserError, match="hf_hub_token"),
     ):
         assert find(address, monkeypatch, "private/model", cache_dir=str(tmp_path)).folder is None
+
+
+def test_revision_may_contain_a_slash(tmp_path, monkeypatch, repositories):
+    """The hub names pull requests in this way."""
+    with hub(**repositories) as (address, _):
+        options = {"hf_hub_token": TOKEN, "model_revision": "refs/pr/1", "cache_dir": str(tmp_path)}
+        assert find(address, monkeypatch, "private/model", **options).folder is None
 
 
 def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatch, repositories):

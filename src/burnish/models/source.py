@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -249,16 +251,19 @@ def _not_on_hub(name: str, options: ModelOptions, option_name: str) -> Problem |
     if is_offline():
         return _offline(name, option_name, "Hub access is disabled (HF_HUB_OFFLINE)")
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{options.model_revision}")  # noqa: S310
+    revision = urllib.parse.quote(options.model_revision, safe="")  # refs/pr/1
     headers = build_hf_headers(token=options.hf_hub_token or None)  # default: HF_TOKEN, or that of ``hf auth login``
-    if "authorization" in headers:
-        request.add_header("Authorization", headers["authorization"])
     try:
+        request = urllib.request.Request(f"{endpoint}/api/models/{name}/revision/{revision}")  # noqa: S310
+        if "authorization" in headers:
+            request.add_header("Authorization", headers["authorization"])
         urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S).close()  # noqa: S310 (the hub, or HF_ENDPOINT)
     except urllib.error.HTTPError as error:
         return _hub_error_problem(name, options, option_name, endpoint, error)
-    except OSError as error:  # base class of urllib's errors, time-outs and refused connections
-        return _offline(name, option_name, f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})")
+    # OSError: base class of urllib's errors, time-outs and refused connections; the others: HF_ENDPOINT is no such URL
+    except (OSError, HTTPException, ValueError) as error:
+        why = first_line(getattr(error, "reason", error))
+        return _offline(name, option_name, f"{endpoint} cannot be reached ({why})")
     return None
 
 
