@@ -8,13 +8,19 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
+import huggingface_hub
 import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from burnish.config.errors import UserError
+from burnish.models.fingerprint import adapters_fingerprint, model_fingerprint
 from burnish.models.options import ModelOptions
-from burnish.models.source import find_source
+from burnish.models.reward_files import WEIGHT, head_folders, read_head, write_value_head
+from burnish.models.source import adapter_folders, find_source
 from loopback_hub import COMMIT, TOKEN, hub
 from small_run import as_arguments, make_model, records
 
@@ -113,6 +119,72 @@ def test_cached_config_alone_does_not_count_as_cached_model(tmp_path, monkeypatc
         assert find(address, monkeypatch, "private/model", **options).folder is None
         shutil.copy(weights, snapshot)
         assert find(address, monkeypatch, "private/model", **options).folder == snapshot
+
+
+@pytest.fixture
+def downloads(monkeypatch, tmp_path):
+    """A function that serves repositories to huggingface_hub in this process, and returns options with its cache."""
+    with ExitStack() as stack:
+
+        def served(**repositories):
+            address, _ = stack.enter_context(hub(**repositories))
+            monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+            monkeypatch.setenv("HF_ENDPOINT", address)
+            monkeypatch.setenv("no_proxy", "127.0.0.1")
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+            monkeypatch.setattr(constants, "ENDPOINT", address)
+            url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+            return {"cache_dir": str(tmp_path / "hub_cache")}
+
+        yield served
+
+
+def test_adapter_is_downloaded_with_its_reward_head_and_tokenizer(downloads, tmp_path):
+    """They are used if the adapter is a local folder."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in (
+        "adapter_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "merged_adapters.json",
+        "optimizer.pt",
+    ):
+        (adapter / name).write_text("{}")
+    write_value_head(adapter, {WEIGHT: torch.ones(1, 4)})
+    options = ModelOptions(adapter_name_or_path=["org/adapter"], **downloads(org_adapter=adapter))
+    (folder,) = adapter_folders(options)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in adapter.iterdir()} - {"optimizer.pt"}
+    assert adapters_fingerprint(["org/adapter"], options, "") == adapters_fingerprint([str(adapter)], options, "")
+
+
+@pytest.mark.parametrize("is_classifier", [False, True])
+def test_reward_head_of_a_model_on_the_hub_is_found_before_the_model_is_loaded(downloads, tmp_path, is_classifier):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaFor" + "SequenceClassification" * is_classifier]})
+    )
+    save_file({"score.weight": torch.ones(1, 4)} if is_classifier else {}, folder / "model.safetensors")
+    if not is_classifier:
+        write_value_head(folder, {WEIGHT: torch.ones(1, 4)})
+    options = ModelOptions(model_name_or_path="org/model", **downloads(org_model=folder))
+    weights, file = read_head(head_folders(options, []))
+    assert weights[WEIGHT].tolist() == [[1] * 4]
+    assert (file.parent / "model.safetensors").exists() == is_classifier  # large, and loaded later
+
+
+def test_fingerprint_of_a_model_on_the_hub_does_not_depend_on_the_cache(downloads, tmp_path, repositories):
+    folder = tmp_path / "model"
+    shutil.copytree(repositories["private_model"], folder)
+    for name in ("chat_template.jinja", "merges.txt", "modeling_own.py"):
+        (folder / name).write_text("#")
+    options = ModelOptions(model_name_or_path="org/model", trust_remote_code=True, **downloads(org_model=folder))
+    before = model_fingerprint("org/model", options, "reward_model", reads_text=True)
+    huggingface_hub.snapshot_download("org/model", cache_dir=options.cache_dir)
+    assert before == model_fingerprint("org/model", options, "reward_model", reads_text=True)
+    assert before == model_fingerprint(str(folder), options, "reward_model", reads_text=True)
 
 
 # --- ModelScope -------------------------------------------------------------------------------------------------------

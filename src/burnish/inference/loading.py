@@ -47,8 +47,8 @@ from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, largest_over_layers, load_config, load_model, raise_if_not_finite
 from burnish.models.options import USED_MODEL
 from burnish.models.quantization.quantize import quantization_method_of, quantization_of
-from burnish.models.reward_files import BIAS, WEIGHT, kind_of_head, read_head
-from burnish.models.source import adapter_folders, find_source
+from burnish.models.reward_files import BIAS, WEIGHT, head_folders, kind_of_head, read_head
+from burnish.models.source import adapter_folders
 from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embeddings, resized_meta_model
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
 from burnish.parallel.selection import device_of
@@ -335,8 +335,7 @@ def _model(
 
 def saved_head(options: AnsweringOptions, adapters: Sequence[Path]) -> tuple[dict[str, torch.Tensor], Path] | None:
     """Return weights and file of the head that ``reward_head`` loads."""
-    base = find_source(options.model_name_or_path, options).folder
-    return read_head([*([base] if base is not None else []), *adapters])
+    return read_head(head_folders(options, adapters))
 
 
 def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:

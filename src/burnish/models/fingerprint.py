@@ -13,15 +13,15 @@ from typing import Any
 
 from burnish.models.check import weight_files
 from burnish.models.options import ModelOptions
-from burnish.models.source import local_folder
+from burnish.models.source import ADAPTER_PATTERNS, TOKENIZER_PATTERNS, local_folder
 from burnish.utils.digests import file_digests
 from burnish.utils.json_files import read_object
 
 LARGE_BYTES = 64 * 2**20
 """Digests of files above this size are kept. Smaller ones are read again, in some hundredths of a second."""
 _HEADS = ("value_head.safetensors", "value_head.bin")
-_TOKENIZER = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab.*", "merges.txt")
-_PATTERNS = ("*.json", "*.safetensors")
+_PATTERNS = ("*.json", "*.safetensors", "*.py", "value_head.bin", *TOKENIZER_PATTERNS)
+"""Files that a fingerprint may read. It must not depend on what else of a model was downloaded before."""
 
 
 def base_fingerprint(options: ModelOptions, seed: int) -> str:
@@ -39,8 +39,9 @@ def model_fingerprint(name: str, options: ModelOptions, option_name: str, reads_
     folder = local_folder(name, options, option_name, _PATTERNS)
     digest = _weights_digest(folder)
     digest.update(_config_digest(folder, options.trust_remote_code).encode())
-    for path in sorted({path for pattern in _TOKENIZER if reads_text for path in folder.glob(pattern)}):
-        _add_content(digest, path)
+    for path in sorted({path for pattern in TOKENIZER_PATTERNS if reads_text for path in folder.glob(pattern)}):
+        if path.is_file():
+            _add_content(digest, path)
     return digest.hexdigest()[:32]
 
 
@@ -75,7 +76,7 @@ def adapters_fingerprint(names: Sequence[str] | None, options: ModelOptions, opt
     """A hash of the adapters ``names``, in order; "" without adapters."""
     digest = hashlib.sha256()
     for name in names or ():
-        folder = local_folder(name, options, option_name, ("adapter_*",))
+        folder = local_folder(name, options, option_name, ADAPTER_PATTERNS)
         heads = [folder / head for head in _HEADS if (folder / head).is_file()]
         for path in sorted([*folder.glob("adapter_*.json"), *folder.glob("adapter_*.safetensors"), *heads]):
             _add_content(digest, path)

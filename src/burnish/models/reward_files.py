@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from burnish.config.errors import UserError
 from burnish.models.options import ModelOptions
 from burnish.models.quiet import suppress_loading_messages
-from burnish.models.source import local_folder
+from burnish.models.source import ADAPTER_PATTERNS, local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
 
@@ -29,9 +29,25 @@ CRITIC = "v_head.is_critic"
 _SCORE, _KIND = "score.weight", "reward_head"
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", OLD_VALUE_HEAD)
-_ADAPTER_FILES = ("adapter_*", VALUE_HEAD, OLD_VALUE_HEAD)
+_CLASSIFIER_FILES = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 FindsFolder = Callable[[str, ModelOptions, str, Sequence[str]], Path | None]
 """Returns the folder of a model, by its name, the options of the hub, the name of the option, and file patterns."""
+
+
+def head_folders(options: ModelOptions, adapters: Sequence[Path]) -> list[Path]:
+    """The folders that may hold the head of a reward model: that of the model, then ``adapters``, in order.
+
+    The value head of a model on the Hub is downloaded, and so are the weights of a sequence classifier.
+
+    Raises:
+        UserError: if there is no such model.
+    """
+    name, option = options.model_name_or_path or "", "model_name_or_path"
+    folder = local_folder(name, options, option, ("config.json", VALUE_HEAD, OLD_VALUE_HEAD))
+    config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if "ForSequenceClassification" in str(config.get("architectures")):
+        folder = local_folder(name, options, option, _CLASSIFIER_FILES)
+    return [folder, *adapters]
 
 
 def read_head(folders: Sequence[Path], accepts_critic: bool = False) -> tuple[dict[str, Tensor], Path] | None:
@@ -236,7 +252,7 @@ def reward_model_folders(
         return [None]
     base, more = parts_of_reward_model(folder, adapters)
     found = [folder if base == str(folder) else finds(base, options, "reward_model", _FILES)]
-    return [*found, *(finds(each, options, "reward_model_adapters", _ADAPTER_FILES) for each in more)]
+    return [*found, *(finds(each, options, "reward_model_adapters", ADAPTER_PATTERNS) for each in more)]
 
 
 def head_of_reward_model(name: str, folders: Sequence[Path]) -> dict[str, Tensor] | None:

@@ -31,6 +31,13 @@ from burnish.utils.json_files import DAMAGED_FILE_REMEDY, read_object
 CONNECT_TIMEOUT_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?$")
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt"]
+TOKENIZER_PATTERNS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+"""Files of a tokenizer and its chat templates."""
+ADAPTER_PATTERNS = ("adapter_*", "merged_adapters.json", "value_head.*", *TOKENIZER_PATTERNS)
+"""Files of an adapter, which may have a reward head, and a tokenizer with new tokens."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def adapter_folders(options: ModelOptions) -> list[Path]:
     problems: list[Problem] = []
     for name in options.adapter_name_or_path or []:
         try:
-            folders.append(local_folder(name, options, "adapter_name_or_path", ("adapter_*",)))
+            folders.append(local_folder(name, options, "adapter_name_or_path", ADAPTER_PATTERNS))
         except UserError as error:
             problems += error.problems
     raise_if(problems)

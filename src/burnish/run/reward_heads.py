@@ -19,12 +19,13 @@ from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,
     add_score_to_adapter,
+    head_folders,
     kind_of_head,
     read_head,
     save_classifier,
     write_value_head,
 )
-from burnish.models.source import adapter_folders, find_source
+from burnish.models.source import adapter_folders
 from burnish.rollouts.ppo import PpoObjective
 from burnish.run.plan.checks import trains
 from burnish.run.plan.options import RunOptions
@@ -36,7 +37,7 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
         return _setup_value_head(objective, options)
     if not isinstance(objective, RewardObjective) or not isinstance(objective.head, RewardHead):
         return []
-    saved = read_head(head_folders(options))
+    saved = read_head(head_folders(options, adapter_folders(options)))
     if saved is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
         raise UserError(
@@ -64,7 +65,7 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
 def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]:
     """Load the value head saved with the policy (from stage rm or an earlier PPO run), or keep the new one."""
     assert objective.value_head is not None
-    saved = read_head(head_folders(options), accepts_critic=True)
+    saved = read_head(head_folders(options, adapter_folders(options)), accepts_critic=True)
     if saved is None or kind_of_head(saved[1]):
         return ["The value head is newly initialized: random weights, bias 0."]
     objective.value_head.take(saved[0])
@@ -84,15 +85,6 @@ def saved_head(objective: RewardObjective) -> str:
         or objective.head_kind
         or ("score" if objective.is_from_classifier else "value_head")
     )
-
-
-def head_folders(options: RunOptions) -> list[Path]:
-    """Return the folders that may hold a reward head: the model, then its adapters in order. The last one wins."""
-    try:
-        model = find_source(options.model_name_or_path, options).folder
-    except UserError:
-        model = None
-    return [*([model] if model is not None else []), *adapter_folders(options)]
 
 
 def save_head(
