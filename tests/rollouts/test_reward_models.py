@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from golden_steps import make_models
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_rollout_runs import train, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -92,6 +92,35 @@ def test_adapter_of_stage_rm_is_a_reward_model_with_its_base(models, tmp_path):
 def test_folder_without_head_is_not_a_reward_model(models):
     with pytest.raises(UserError, match="it is not a reward model"):
         reward_model_of(str(models / "policy"))
+
+
+@pytest.mark.parametrize("name", ["policy_vhead", "scorer"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights, key: weights.pop(key), "the weights have no .*q_proj"),
+        (lambda weights, key: weights.update({key: torch.zeros(3, 3)}), "q_proj.* is 3x3 in the weights"),
+    ],
+)
+def test_weights_that_do_not_fit_a_reward_model_are_reported(models, tmp_path, name, change, message):
+    """transformers would initialize a missing weight randomly, so every process would compute other scores."""
+    file = copy_model(models / name, tmp_path / "model") / "model.safetensors"
+    weights = load_file(file)
+    change(weights, next(key for key in weights if "q_proj" in key))
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=message):
+        reward_model_of(str(file.parent))
+
+
+def test_pickled_weights_of_a_reward_model_are_rejected(models, tmp_path):
+    folder = copy_model(models / "policy_vhead", tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        reward_model_of(str(folder))
+    options = {**user(tmp_path), "reward_model": str(folder)}
+    with pytest.raises(UserError, match="pickle"):
+        explain(plan({key: RawValue(value, "test") for key, value in options.items()}))
 
 
 def hub_cache(folder, names):

@@ -30,6 +30,7 @@ class ModelNames:
 
 TRAINED_MODEL, USED_MODEL = ModelNames(), ModelNames(is_trained=False)
 REFERENCE_MODEL = ModelNames("ref_model", "ref_model_adapters", "ref_model_quantization_bit", is_trained=False)
+REWARD_MODEL = ModelNames("reward_model", "reward_model_adapters", "reward_model_quantization_bit", is_trained=False)
 
 
 @dataclass

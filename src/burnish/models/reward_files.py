@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from burnish.config.errors import UserError
-from burnish.models.options import ModelOptions
-from burnish.models.quiet import suppress_loading_messages
+from burnish.config.options import raise_if
+from burnish.models.load import weight_problems
+from burnish.models.options import REWARD_MODEL, ModelOptions
+from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.source import ADAPTER_PATTERNS, local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
@@ -290,23 +292,29 @@ def load_reward_model(
         options: options of the hub.
 
     Raises:
-        UserError: if it cannot be found, or no folder has a head.
+        UserError: if it cannot be found, no folder has a head, or weights are missing or do not fit.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-    folders = [path for path in reward_model_folders(name, adapters, options or ModelOptions()) if path is not None]
+    options = options or ModelOptions()
+    folders = [path for path in reward_model_folders(name, adapters, options) if path is not None]
     base, *merged = folders
     bits = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}.get(quantization_bit or 0)
     more: dict[str, Any] = {"dtype": torch.float32} if bits is None else {}
     if bits is not None:
         more["quantization_config"] = BitsAndBytesConfig(**bits)
     weights = head_of_reward_model(name, folders)
-    with suppress_loading_messages():
-        model = (
-            AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **more)
-            if weights is None
-            else AutoModelForCausalLM.from_pretrained(base, **more)
-        )
+    if weights is None:
+        more["num_labels"] = 1
+    auto_class: Any = AutoModelForSequenceClassification if weights is None else AutoModelForCausalLM
+    with suppress_loading_messages(), explain_conversion_errors(str(base)):
+        model, found = auto_class.from_pretrained(
+            base, use_safetensors=True, trust_remote_code=options.trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True, **more,  # reported below in one message
+        )  # fmt: skip
+        # The last adapter may have the score head, which was found in one of the folders.
+        found["missing_keys"] = [key for key in found["missing_keys"] if not key.endswith(_SCORE)]
+        raise_if(weight_problems(str(base), model, found, needs_head=False, names=REWARD_MODEL))
         for adapter in merged:
             model.load_adapter(str(adapter))
     return model, load_reward_tokenizer(folders, len(adapters)), weights

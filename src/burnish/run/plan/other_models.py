@@ -11,9 +11,9 @@ from typing import Any
 
 from burnish.config.errors import Problem, UserError
 from burnish.loop.types import Row
-from burnish.models.check import check_model
+from burnish.models.check import check_model, weight_files
 from burnish.models.load import load_config
-from burnish.models.options import REFERENCE_MODEL, ModelOptions
+from burnish.models.options import REFERENCE_MODEL, REWARD_MODEL, ModelOptions
 from burnish.models.reward_files import head_of_reward_model, reward_model_folders
 from burnish.models.source import find_source
 from burnish.rollouts.options import draws_completions
@@ -104,15 +104,12 @@ def _check_reward_model(options: RunOptions) -> list[Problem]:
     known = [folder for folder in folders if folder is not None]
     if len(known) == len(folders):
         head_of_reward_model(options.reward_model, known)
-    if known and not any(file for pattern in _WEIGHTS for file in known[0].glob(pattern)):
-        what = "there are no weights in this folder (model.safetensors, or its shards with their index)."
-        remedy = "Download them, or set reward_model to a model with weights."
-        return [Problem(what, where=str(known[0]), remedy=remedy, option="reward_model")]
+    try:
+        for folder in known[:1]:
+            weight_files(folder, REWARD_MODEL)
+    except UserError as error:
+        return [replace(one, option="reward_model") for one in error.problems]
     return []
-
-
-_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-"""Names of the weights of a model, without those of its value head."""
 
 
 def _find_folder(name: str, options: ModelOptions, option_name: str, _: Sequence[str]) -> Path | None:
