@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from bad_inputs import read_output
 from burnish import cli
@@ -138,6 +139,22 @@ def test_export_of_a_reward_model_offers_no_chat(workspace: Path, capsys: pytest
     assert f"burnish api {folder}" in output
     assert not any(word in output for word in ("burnish chat", "vllm", "sglang"))
     assert not (folder / "Modelfile").exists()
+
+
+def test_classifier_is_exported_in_the_requested_dtype_and_file_size(workspace: Path, monkeypatch) -> None:
+    folder, sizes = workspace / "small", []
+    save = PreTrainedModel.save_pretrained
+
+    def recorded(self, *args, **kwargs):
+        sizes.append(kwargs.get("max_shard_size"))
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", recorded)
+    options = [f"export_dir={folder}", "template=chatml", "infer_dtype=float16", "export_size=2"]
+    assert cli.main(["export", str(workspace / "classifier"), *options]) == 0
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    assert set(sizes) == {"2GB"}
 
 
 def test_adapter_with_score_head_can_be_trained_further(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

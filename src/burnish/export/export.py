@@ -98,12 +98,10 @@ def export(values: Mapping[str, RawValue]) -> Path:
         whole_or_nothing(folder),
         _place_of_weights(folder, using is not None) as place,
     ):
-        save_model(
-            model, tokenizer, place, dtype=inference_dtype(options), max_shard_size=f"{options.export_size}GB",
-            stop_token_ids=template.stop_token_ids(),
-        )  # fmt: skip
+        saving: dict[str, Any] = {"dtype": inference_dtype(options), "max_shard_size": f"{options.export_size}GB"}
+        save_model(model, tokenizer, place, stop_token_ids=template.stop_token_ids(), **saving)
         if head is not None and (saved := saved_head(options, adapters)):
-            save_reward_head(head.weights(), model, tokenizer, folder, kind_of_head(saved[1]))
+            save_reward_head(head.weights(), model, tokenizer, folder, kind_of_head(saved[1]), **saving)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None
         if head is None and using is None:
             context, weights = context_length(cast(Any, model).config), gguf.name if gguf is not None else ""

@@ -20,6 +20,7 @@ from burnish.config.options import raise_if
 from burnish.models.load import weight_problems
 from burnish.models.options import REWARD_MODEL, ModelOptions
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
+from burnish.models.save import SHARD_SIZE
 from burnish.models.source import ADAPTER_PATTERNS, local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
@@ -142,8 +143,19 @@ def write_value_head(
     save_file({name: value.float().contiguous() for name, value in whole.items()}, folder / VALUE_HEAD, metadata)
 
 
-def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+def save_classifier(
+    model: nn.Module, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None = None,
+    max_shard_size: str | int = SHARD_SIZE,
+) -> None:  # fmt: skip
     """Write a language model and a score head as one sequence classifier, replacing the language model in ``folder``.
+
+    Args:
+        model: the language model.
+        tokenizer: its tokenizer.
+        weights: weights of the head.
+        folder: the folder of the language model.
+        dtype: dtype of the saved weights. Default: the one in which the model was loaded.
+        max_shard_size: maximum size of a file.
 
     Raises:
         UserError: if transformers would compute the score at another position: it uses the last token other than
@@ -153,7 +165,7 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
 
     inner: Any = model
     config = copy.deepcopy(inner.config)
-    config.num_labels, config.dtype = 1, inner.config.dtype
+    config.num_labels, config.dtype = 1, dtype or inner.config.dtype
     config.pad_token_id = pad_of_classifier(tokenizer)
     with torch.device("meta"), suppress_loading_messages():
         classifier = AutoModelForSequenceClassification.from_config(config)
@@ -165,20 +177,22 @@ def save_classifier(model: nn.Module, tokenizer: Any, weights: Mapping[str, Tens
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     with suppress_loading_messages():
-        classifier.save_pretrained(folder)
+        classifier.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def save_reward_head(
-    weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path, kind: tuple[str, int] | None = None
-) -> None:
+    weights: Mapping[str, Tensor], model: nn.Module, tokenizer: Any, folder: Path, kind: tuple[str, int] | None = None,
+    **saving: Any,
+) -> None:  # fmt: skip
     """Write the head of the full model in ``folder`` in its original format. A value head has a bias, a classifier
-    has none. ``kind``: registered name and width of a head other than the linear layer."""
+    has none. ``kind``: registered name and width of a head other than the linear layer. ``saving``: ``dtype`` and
+    ``max_shard_size`` of a classifier."""
     if kind:
         write_value_head(folder, weights, kind)
     elif BIAS in weights:
         write_value_head(folder, weights)
     else:
-        save_classifier(model, tokenizer, weights, folder)
+        save_classifier(model, tokenizer, weights, folder, **saving)
 
 
 _OTHER_PADDING = "Set a separate pad_token in the tokenizer, or save a value head (reward_head: value_head)."
