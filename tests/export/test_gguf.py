@@ -51,6 +51,11 @@ def export_gguf(folder: Path, model: Path, **overrides) -> Path:
     return next(folder.glob("*.gguf"), folder)
 
 
+@pytest.fixture
+def reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burnish.export.export.merged_model", None)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("gguf_type", "bound"), [("f32", 1e-3), ("q8_0", 2e-2)])
 def test_transformers_reads_exported_gguf_back(tmp_path: Path, kind: str, gguf_type: str, bound: float) -> None:
@@ -118,13 +123,42 @@ def test_unsupported_architecture_or_type_is_rejected_before_writing(tmp_path: P
         ({"ignore_merges": True}, "ignore_merges"),
     ],
 )
+@pytest.mark.usefixtures("reads_no_weights")
 def test_tokenizer_unsupported_by_llama_cpp_is_rejected(tmp_path: Path, changes, message: str) -> None:
     model = save_model(tmp_path / "model", "llama")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps({**tokenizer, "model": {**tokenizer["model"], **changes}}))
     with pytest.raises(UserError, match=message):
         export_gguf(tmp_path / "out", model)
-    assert not list(tmp_path.glob("out/*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "message"),
+    [
+        ([], "f16", "does not contain convert_hf_to_gguf.py"),
+        (["convert_hf_to_gguf.py"], "q4_k_m", "does not contain llama-quantize"),
+    ],
+)
+@pytest.mark.usefixtures("reads_no_weights")
+def test_missing_program_of_llama_cpp_is_reported_before_weights_are_read(
+    tmp_path: Path, files: list[str], kind: str, message: str
+) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    (tmp_path / "llama.cpp").mkdir()
+    for name in files:
+        (tmp_path / "llama.cpp" / name).touch()
+    with pytest.raises(UserError, match=message):
+        export_gguf(tmp_path / "out", model, export_gguf_type=kind, llama_cpp=str(tmp_path / "llama.cpp"))
+
+
+@pytest.mark.usefixtures("reads_no_weights")
+def test_missing_gguf_library_is_reported_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="requires the library 'gguf'"):
+        export_gguf(tmp_path / "out", model)
 
 
 def test_modelfile_names_the_gguf_file(tmp_path: Path) -> None:

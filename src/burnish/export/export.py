@@ -77,7 +77,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
     tokenizer, options = tokenizer_of(options, adapters, notes)
     head = reward_head(options, adapters)
     if options.export_format == "gguf":
-        raise_if(check_gguf(config, options))
+        raise_if(check_gguf(config, tokenizer, options))
     if options.export_format == "gguf" or options.export_quantization_bit:
         raise_if([_REWARD_MODEL_FORMAT] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))

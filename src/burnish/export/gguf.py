@@ -84,16 +84,22 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
     return [f"{target} ({size:,.0f} MiB): tokens, chat template and EOS token match those of the exported model."]
 
 
-def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
-    """Return the reason why burnish's own writer does not support this model; none if llama.cpp is used."""
+def check_gguf(config: Any, tokenizer: Any, options: RunOptions) -> list[Problem]:
+    """Return what prevents writing the file: a missing library or program, or, without llama.cpp, a model or a
+    tokenizer that this module does not support."""
     if getattr(config, "vision_config", None) is not None:
         what = "export_format: gguf does not support vision-language models. "
         what += f'Received: a model of type "{config.model_type}".'
         why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
         return [Problem(what, why=why, remedy="Remove export_format.", option="export_format")]
-    if options.llama_cpp:
-        return []
     kind, model_type = options.export_gguf_type, config.model_type
+    try:
+        _library()
+        if options.llama_cpp:
+            _programs(Path(options.llama_cpp), kind)
+            return []
+    except UserError as error:
+        return list(error.problems)
     remedy = "Set llama_cpp to a checkout or an installation of llama.cpp to use its converter."
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -112,31 +118,49 @@ def check_gguf(config: Any, options: RunOptions) -> list[Problem]:
                 remedy=remedy,
             )
         ]
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return [Problem("GGUF export without llama.cpp requires a tokenizer with a tokenizer.json.", remedy=remedy)]
+    try:
+        tokenizer_kind(json.loads(tokenizer.backend_tokenizer.to_str()))
+    except UserError as error:
+        return list(error.problems)
     return []
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
 
 
-def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
-    converter = next((p for p in (place, place / "bin") if (p / "convert_hf_to_gguf.py").is_file()), None)
+_CONVERTER_TYPES: Final = ("f32", "f16", "bf16", "q8_0")
+"""Types that llama.cpp's converter writes itself."""
+
+
+def _programs(place: Path, kind: str) -> tuple[Path, Path | None]:
+    """llama.cpp's converter in ``place``, and its quantizer if the type needs it.
+
+    Raises:
+        UserError: if one of them is missing.
+    """
+    converters = (place / "convert_hf_to_gguf.py", place / "bin" / "convert_hf_to_gguf.py")
+    converter = next((path for path in converters if path.is_file()), None)
     if converter is None:
         raise UserError(f'"llama_cpp" "{place}" does not contain convert_hf_to_gguf.py.', option="llama_cpp")
-    direct = {"f32", "f16", "bf16", "q8_0"}
-    first = target if kind in direct else target.with_suffix(".f16.gguf")
-    outtype = kind if kind in direct else "f16"
-    _run([sys.executable, str(converter / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(first),
-          "--outtype", outtype])  # fmt: skip
-    if first is not target:
-        names = (place / "llama-quantize", place / "build" / "bin" / "llama-quantize", place / "bin" / "llama-quantize")
-        program = next((path for path in names if path.is_file()), None)
-        if program is None:
-            raise UserError(
-                f'"llama_cpp" "{place}" does not contain llama-quantize.',
-                remedy="Build llama.cpp first.",
-                option="llama_cpp",
-            )
-        _run([str(program), str(first), str(target), kind])
+    if kind in _CONVERTER_TYPES:
+        return converter, None
+    folders = (place, place / "build" / "bin", place / "bin")
+    quantizer = next((path for each in folders if (path := each / "llama-quantize").is_file()), None)
+    if quantizer is None:
+        what = f'"llama_cpp" "{place}" does not contain llama-quantize.'
+        raise UserError(what, remedy="Build llama.cpp first.", option="llama_cpp")
+    return converter, quantizer
+
+
+def _through_llama_cpp(folder: Path, target: Path, kind: str, place: Path) -> None:
+    converter, quantizer = _programs(place, kind)
+    first = target if quantizer is None else target.with_suffix(".f16.gguf")
+    outtype = kind if quantizer is None else "f16"
+    _run([sys.executable, str(converter), str(folder), "--outfile", str(first), "--outtype", outtype])
+    if quantizer is not None:
+        _run([str(quantizer), str(first), str(target), kind])
         first.unlink()
 
 
