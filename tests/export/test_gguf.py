@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -80,6 +81,19 @@ def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> N
     assert types[tokens.index("<|im_end|>")] == 3
     assert types[tokens.index("<|im_start|>")] == 3  # a special token that is neither BOS, EOS nor padding
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
+
+
+def test_token_that_is_bos_and_eos_is_added_only_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(model)
+    fields = gguf.GGUFReader(export_gguf(tmp_path / "out", model)).fields
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is True
+    assert fields["tokenizer.ggml.add_eos_token"].contents() is False
 
 
 def test_gguf_export_prints_its_file_and_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -178,9 +178,9 @@ def add_tokenizer(writer: Any, folder: Path, tokenizer_json: dict[str, Any], kin
     others = [end for end in ends if end != tokenizer.eos_token_id] if isinstance(ends, list) else []
     if others:
         writer.add_eot_token_id(others[0])
-    around = tokenizer("", add_special_tokens=True)["input_ids"]
-    writer.add_add_bos_token(bool(around) and around[0] == tokenizer.bos_token_id)
-    writer.add_add_eos_token(bool(around) and around[-1] == tokenizer.eos_token_id)
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]  # a text, because BOS and EOS may be the same token
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
