@@ -81,6 +81,9 @@ def test_gguf_file_contains_tokens_template_and_stop_tokens(tmp_path: Path) -> N
     assert types[tokens.index("<|im_end|>")] == 3
     assert types[tokens.index("<|im_start|>")] == 3  # a special token that is neither BOS, EOS nor padding
     assert fields["tokenizer.ggml.eos_token_id"].contents() == tokens.index("<|im_end|>")
+    # llama.cpp would read user-defined tokens from the text of a prompt
+    assert tokens[-1] == "[PAD319]"
+    assert types[-1] == 5
 
 
 def test_token_that_is_bos_and_eos_is_added_only_where_the_tokenizer_adds_it(tmp_path: Path) -> None:

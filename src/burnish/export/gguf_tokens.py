@@ -192,7 +192,7 @@ def _types(tokenizer: Any, tokens: dict[int, str], kind: TokenizerKind, rows: in
 
     def type_of(number: int) -> int:
         if number not in tokens:
-            return _UNUSED if is_sentencepiece else _USER_DEFINED
+            return _UNUSED
         if is_sentencepiece and (number == tokenizer.unk_token_id or tokens[number] in _BYTES):
             return _UNKNOWN if number == tokenizer.unk_token_id else _BYTE
         return _CONTROL if number in special else _USER_DEFINED if number in added else _NORMAL
