@@ -178,6 +178,15 @@ def test_missing_gguf_library_is_reported_before_weights_are_read(
         export_gguf(tmp_path / "out", model)
 
 
+@pytest.mark.usefixtures("reads_no_weights")
+def test_activation_that_llama_cpp_does_not_compute_is_rejected(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen2")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(UserError, match="silu"):
+        export_gguf(tmp_path / "out", model)
+
+
 def test_modelfile_names_the_gguf_file(tmp_path: Path) -> None:
     file = export_gguf(tmp_path / "out", save_model(tmp_path / "model", "llama"))
     assert (file.parent / "Modelfile").read_text().startswith(f"FROM ./{file.name}\n")

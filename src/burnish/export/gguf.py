@@ -37,6 +37,7 @@ from burnish.utils.work import progress
 EXTRA = "gguf"
 ARCHITECTURES: Final = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """model_type -> llama.cpp's name of the architecture."""
+_ACTIVATIONS: Final = ("silu", "swish")
 DIRECT_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Types that the library ``gguf`` can write. K-quants require llama.cpp."""
 LLAMA_EXTRA: Final = "llama"
@@ -93,6 +94,10 @@ def check_gguf(config: Any, tokenizer: Any, options: RunOptions) -> list[Problem
         why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
         return [Problem(what, why=why, remedy="Remove export_format.", option="export_format")]
     kind, model_type = options.export_gguf_type, config.model_type
+    activation = getattr(config, "hidden_act", None)
+    if model_type in ARCHITECTURES and activation not in _ACTIVATIONS:
+        what = f'llama.cpp computes models of type "{model_type}" with silu. Received: "hidden_act" {activation}.'
+        return [Problem(what, remedy="Remove export_format.", option="export_format")]
     try:
         _library()
         if options.llama_cpp:
