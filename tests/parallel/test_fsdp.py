@@ -11,7 +11,7 @@ import burnish.run.build  # noqa: F401 - before two processes are forked, not in
 from burnish.cli import main
 from burnish.parallel.checks import check_parallel, parallel_notes
 from burnish.parallel.fsdp.parallel import replace_parameters
-from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings
+from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings, uses_fsdp
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import parallel_name
 from representative import collected_values, representative_slow
@@ -142,6 +142,32 @@ def test_fsdp_keywords_of_all_versions_keep_their_meaning(tmp_path, monkeypatch)
         monkeypatch.setenv(name, value)
     assert settings() == FsdpSettings(reshards=False, layer_classes=("A", "B"))
     assert parallel_name(ParallelOptions()) == "fsdp"
+
+
+@pytest.mark.parametrize("words", ["no_shard", ["no_shard"], ["no_shard", "auto_wrap"]])
+def test_no_shard_disables_fsdp(words):
+    """Options from YAML and flags are lists of words."""
+    assert not uses_fsdp(ParallelOptions(fsdp=words))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("min_num_params", "many", "an integer of at least 0"),
+        ("dp_replicate_size", 0, "an integer of at least 1"),
+        ("dp_replicate_size", 2.5, "an integer of at least 1"),
+        ("reshard_after_forward", "maybe", "true or false"),
+        ("activation_checkpointing", "yess", "true or false"),
+        ("sharding_strategy", "FULL_SHRAD", "one of full_shard"),
+        ("transformer_layer_cls_to_wrap", 5, "a class name"),
+    ],
+)
+def test_value_that_a_setting_of_fsdp_cannot_have_is_rejected(monkeypatch, key, value, expected):
+    (problem,) = check_parallel(ParallelOptions(use_cpu=True, fsdp=True, fsdp_config={key: value}))
+    assert f'"{key}" must be {expected}' in problem.what
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv(f"FSDP_{key.upper()}", "None")  # as accelerate writes settings without a value
+    assert not check_parallel(ParallelOptions(use_cpu=True))
 
 
 def test_fsdp_keys_without_effect_are_reported_and_unknown_ones_rejected(tmp_path):

@@ -10,7 +10,7 @@ https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,43 @@ from typing import Any
 from burnish.config.errors import Problem, did_you_mean
 from burnish.parallel.accelerate_launch import is_true
 from burnish.parallel.options import ParallelOptions
-from burnish.utils.json_files import json_beside, read_settings
+from burnish.utils.json_files import json_beside, quote_value, read_settings
 
-OFF: tuple[Any, ...] = (None, False, "", [], {}, "no_shard")
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
 _FSDP_WORDS = {"full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "offload", "auto_wrap"}
 _STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
-_SUPPORTED_KEYS = {
-    "sharding_strategy", "reshard_after_forward", "offload_params", "cpu_offload", "transformer_layer_cls_to_wrap",
-    "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing", "dp_replicate_size",
+_OLD_RESHARD = {
+    "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": False,
 }  # fmt: skip
+"""FSDP1's strategies, which accelerate passes as ``reshard_after_forward``."""
+
+
+def _is_flag(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "1", "yes", "on", "false", "0", "no", "off")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    text = str(value).strip()
+    return text.isascii() and text.isdigit() and int(text) >= least
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
+
+
+_FLAG = ("true or false", _is_flag)
+_NAMES = ("a class name or a list of class names", _are_names)
+_SUPPORTED_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "sharding_strategy": (
+        f"one of {', '.join(_STRATEGIES.values())}", lambda value: _strategy_name(value) in _STRATEGIES.values(),
+    ),
+    "reshard_after_forward": ("true or false", lambda value: _is_flag(value) or str(value).upper() in _OLD_RESHARD),
+    "offload_params": _FLAG, "cpu_offload": _FLAG, "activation_checkpointing": _FLAG,
+    "transformer_layer_cls_to_wrap": _NAMES, "transformer_cls_to_wrap": _NAMES,
+    "min_num_params": ("an integer of at least 0", lambda value: _is_count(value, 0)),
+    "dp_replicate_size": ("an integer of at least 1", lambda value: _is_count(value, 1)),
+}  # fmt: skip
+"""Key -> what its value must be, in words and as a test."""
 _WITHOUT_EFFECT = {
     "version": "only FSDP2 is supported.",
     "fsdp": "set the option fsdp instead.",
@@ -69,7 +97,8 @@ class FsdpSettings:
 
 
 def uses_fsdp(options: ParallelOptions) -> bool:
-    return options.fsdp not in OFF or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
+    is_on = options.fsdp not in _OFF and "no_shard" not in _fsdp_words(options)
+    return is_on or is_true(os.environ.get("ACCELERATE_USE_FSDP"))
 
 
 def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
@@ -78,7 +107,7 @@ def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
     strategy = _strategy(flags, values)
     layers = values.get("transformer_layer_cls_to_wrap", values.get("transformer_cls_to_wrap")) or ()
     layers = [name.strip() for name in layers.split(",")] if isinstance(layers, str) else layers
-    reshards = values.get("reshard_after_forward", strategy not in ("shard_grad_op", "hybrid_shard_zero2"))
+    reshards = values.get("reshard_after_forward", _OLD_RESHARD.get(strategy.upper(), True))
     copies, old = values.get("dp_replicate_size"), _OLD_RESHARD.get(str(reshards).upper())
     return FsdpSettings(
         reshards=is_true(reshards) if old is None else old,
@@ -88,12 +117,6 @@ def fsdp_settings(options: ParallelOptions) -> FsdpSettings:
         checkpoints=is_true(values.get("activation_checkpointing")),
         copies=int(copies) if copies not in (None, 1, "1") else 0 if strategy.startswith("hybrid") else None,
     )
-
-
-_OLD_RESHARD = {
-    "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": False,
-}  # fmt: skip
-"""FSDP1's strategies, which accelerate passes as ``reshard_after_forward``."""
 
 
 def fsdp_problems(options: ParallelOptions) -> Iterator[Problem]:
@@ -116,9 +139,12 @@ def fsdp_problems(options: ParallelOptions) -> Iterator[Problem]:
             yield Problem(what, remedy="Remove the setting from accelerate's config file, or unset the variable.")
     try:
         known = [*_SUPPORTED_KEYS, *_WITHOUT_EFFECT]
-        for key in _values(options):
+        for key, value in _values(options).items():
             if key not in known:
                 yield Problem(f'"fsdp_config": unknown key "{key}".{did_you_mean(key, known)}', option="fsdp_config")
+            elif key in _SUPPORTED_KEYS and not _SUPPORTED_KEYS[key][1](value):
+                what = f'"fsdp_config": "{key}" must be {_SUPPORTED_KEYS[key][0]}. Received: {quote_value(value)}.'
+                yield Problem(what, option="fsdp_config")
     except ValueError as error:
         yield Problem(f'"fsdp_config": the file {error}.', where=str(value), option="fsdp_config")
 
@@ -140,14 +166,20 @@ def fsdp_notes(options: ParallelOptions) -> Iterator[str]:
 
 
 def _strategy(flags: set[str], values: Mapping[str, Any]) -> str:
-    name = str(values.get("sharding_strategy", "")).lower()
-    strategy = _STRATEGIES.get(name, name)
-    return strategy or next((word for word in sorted(flags) if "shard" in word), "full_shard")
+    if "sharding_strategy" in values:
+        return _strategy_name(values["sharding_strategy"])
+    return next((word for word in sorted(flags) if "shard" in word), "full_shard")
+
+
+def _strategy_name(value: Any) -> str:
+    """The name of one of FSDP1's strategies, which may be given by its number."""
+    name = str(value).lower()
+    return _STRATEGIES.get(name, name)
 
 
 def _fsdp_words(options: ParallelOptions) -> set[str]:
     """The words of ``"full_shard auto_wrap"``, ``["full_shard", "auto_wrap"]``, or true."""
-    if options.fsdp in OFF or isinstance(options.fsdp, bool):
+    if options.fsdp in _OFF or isinstance(options.fsdp, bool):
         return set()
     text = options.fsdp if isinstance(options.fsdp, str) else " ".join(options.fsdp or [])
     return {word for word in text.replace(",", " ").split() if word.lower() != "true"}
@@ -155,13 +187,17 @@ def _fsdp_words(options: ParallelOptions) -> set[str]:
 
 def _values(options: ParallelOptions) -> dict[str, Any]:
     return {
-        **{name: value for name, value in _log_request().items() if name in _SUPPORTED_KEYS},
+        **{name: value for name, value in _log_request().items() if name in _SUPPORTED_KEYS and value not in _UNSET},
         **_config_values(options),
     }
 
 
+_UNSET = ("", "none", "None")
+"""Values of environment variables that accelerate sets without a value."""
+
+
 def _config_values(options: ParallelOptions) -> dict[str, Any]:
-    """``fsdp_config``, without the prefix ``fsdp_`` that keys may have.
+    """``fsdp_config``, without the prefix ``fsdp_`` that keys may have, and without empty values.
 
     Raises:
         ValueError: a clause, if the file is not JSON.
@@ -171,7 +207,8 @@ def _config_values(options: ParallelOptions) -> dict[str, Any]:
         config = read_settings(Path(config))
         if not isinstance(config, dict):
             raise ValueError("does not contain a JSON object")
-    return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in config.items()}
+    given = {str(key): value for key, value in config.items() if value not in (None, "", [])}
+    return {(key if key == "fsdp" else key.removeprefix("fsdp_")): value for key, value in given.items()}
 
 
 def _log_request() -> dict[str, str]:
