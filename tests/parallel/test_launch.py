@@ -270,6 +270,17 @@ def test_non_integer_rank_variable_is_rejected(name, monkeypatch):
     assert problems_of_machines() == []
 
 
+@pytest.mark.parametrize("name", ["NODE_RANK", "MASTER_ADDR"])
+def test_empty_variable_of_several_machines_is_missing(name, monkeypatch):
+    """Machines without a rank would all take rank 0 and wait for each other."""
+    for other in ("WORLD_SIZE", "RANK", "NPROC_PER_NODE"):
+        monkeypatch.delenv(other, raising=False)
+    for other, value in {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", name: ""}.items():
+        monkeypatch.setenv(other, value)
+    (problem,) = problems_of_machines()
+    assert name in problem.what
+
+
 def test_num_processes_is_a_number_or_auto():
     (problem,) = check_parallel(ParallelOptions(num_processes="many"))
     assert 'Received: "many"' in str(problem)

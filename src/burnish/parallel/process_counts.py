@@ -116,7 +116,7 @@ def problems_of_machines() -> list[Problem]:
         return [Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread]
     if num_machines() == 1:
         return []
-    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in os.environ]
+    missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name, "").strip()]
     if missing:
         what = f"NNODES is {num_machines()}, but {', '.join(missing)} must be set too."
         return [
