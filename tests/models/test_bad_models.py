@@ -468,6 +468,20 @@ def test_missing_shard_is_named(tmp_path):
     assert "model-00002-of-" in model_problems(tmp_path)[0]
 
 
+def test_tensor_in_two_shards_is_rejected(tmp_path):
+    """transformers would load the last one, whatever the index says."""
+    saved_model(tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    save_file(weights, tmp_path / names[0], {"format": "pt"})
+    save_file({"lm_head.weight": weights["lm_head.weight"] + 1}, tmp_path / names[1], {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, names[0]) | {"other": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (result,) = model_problems(tmp_path)
+    assert all(word in result for word in (*names, "lm_head.weight"))
+
+
 def test_pickled_weights_are_rejected_without_opening(tmp_path):
     import os
     import pickle

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, few
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
@@ -60,14 +60,22 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def read_headers(paths: Iterable[Path]) -> tuple[dict[str, TensorInfo], list[Problem]]:
-    """The tensors of several files, and all problems of the files."""
+    """The tensors of several files, and all problems of the files. A tensor must be in one file only: transformers
+    loads it from the last one, whatever an index says."""
     found: dict[str, TensorInfo] = {}
+    places: dict[str, Path] = {}
     problems: list[Problem] = []
     for path in paths:
         try:
-            found.update(read_header(path))
+            header = read_header(path)
         except UserError as error:
             problems.extend(error.problems)
+            continue
+        if twice := sorted(header.keys() & found.keys()):
+            what = f"{len(twice)} of its tensors are also in {places[twice[0]].name}: {few(twice)}."
+            problems.append(Problem(what, where=str(path), remedy="Download the model again."))
+        found |= header
+        places |= dict.fromkeys(header, path)
     return found, problems
 
 
