@@ -17,10 +17,15 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from burnish.config.errors import UserError
+from burnish.inference.images.family import load_family
 from burnish.models.fingerprint import adapters_fingerprint, model_fingerprint
+from burnish.models.load import load_config, load_model
 from burnish.models.options import ModelOptions
 from burnish.models.reward_files import WEIGHT, head_folders, read_head, write_value_head
-from burnish.models.source import adapter_folders, find_source
+from burnish.models.save import save_model
+from burnish.models.source import PROCESSOR_FILES, adapter_folders, find_source
+from burnish.models.tokens import load_tokenizer
+from image_runs import save_model as save_image_model
 from loopback_hub import COMMIT, TOKEN, hub
 from small_run import as_arguments, make_model, records
 
@@ -173,6 +178,28 @@ def test_reward_head_of_a_model_on_the_hub_is_found_before_the_model_is_loaded(d
     weights, file = read_head(head_folders(options, []))
     assert weights[WEIGHT].tolist() == [[1] * 4]
     assert (file.parent / "model.safetensors").exists() == is_classifier  # large, and loaded later
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    save_image_model(folder, "llava_onevision")
+    return folder / "llava_onevision"
+
+
+def test_image_settings_of_a_model_do_not_depend_on_the_cache(downloads, vision_model):
+    options = ModelOptions(model_name_or_path="org/model", **downloads(org_model=vision_model))
+    local = ModelOptions(model_name_or_path=str(vision_model))
+    families = [load_family(one, load_config(one), load_tokenizer(one)) for one in (options, local)]
+    assert families[0].identity == families[1].identity
+
+
+def test_processor_files_of_a_model_on_the_hub_are_saved_with_the_trained_model(downloads, vision_model, tmp_path):
+    options = ModelOptions(model_name_or_path="org/model", **downloads(org_model=vision_model))
+    save_model(load_model(options), None, tmp_path / "out")
+    names = [name for name in PROCESSOR_FILES if (vision_model / name).exists()]
+    assert names
+    assert all((tmp_path / "out" / name).read_text() == (vision_model / name).read_text() for name in names)
 
 
 def test_fingerprint_of_a_model_on_the_hub_does_not_depend_on_the_cache(downloads, tmp_path, repositories):

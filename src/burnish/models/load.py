@@ -32,7 +32,7 @@ from burnish.models.quantization.quantize import (
     use_kernels_that_train,
 )
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
-from burnish.models.source import find_source, hub_arguments
+from burnish.models.source import PROCESSOR_FILES, find_source, hub_arguments, local_folder
 from burnish.utils.activity import Activity, annotate_errors
 from burnish.utils.json_files import quote_value
 from burnish.utils.patching import Reason, patch
@@ -146,6 +146,9 @@ def load_model(
         else:
             model = _pretrained_model(options, config, arguments, device, notes, needs_head, names)
     model.config.use_cache = options.use_cache
+    if getattr(config, "vision_config", None) is not None:  # copied next to the trained model
+        name = options.model_name_or_path or ""
+        cast(Any, model).processor_folder = local_folder(name, options, names.model, PROCESSOR_FILES)
     keep_as_loaded(model)
     if options.upcast_layernorm:
         for name, parameter in model.named_parameters():

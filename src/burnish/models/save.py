@@ -69,7 +69,7 @@ def save_model(
             return
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        copy_companions(model.config, folder)
+        copy_companions(model, folder)
 
 
 @contextmanager

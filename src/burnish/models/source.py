@@ -36,6 +36,8 @@ TOKENIZER_PATTERNS = (
     "sentencepiece.bpe.model", "tekken.json", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 """Files of a tokenizer and its chat templates."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a vision model that describe how images and videos are preprocessed."""
 ADAPTER_PATTERNS = ("adapter_*", "merged_adapters.json", "value_head.*", *TOKENIZER_PATTERNS)
 """Files of an adapter, which may have a reward head, and a tokenizer with new tokens."""
 
@@ -115,13 +117,22 @@ def refuse_unavailable(name: str, options: ModelOptions, option_name: str) -> No
         raise UserError(nowhere)
 
 
-def local_folder(name: str, options: ModelOptions, option_name: str, patterns: Sequence[str]) -> Path:
+def local_folder(
+    name: str, options: ModelOptions, option_name: str, patterns: Sequence[str], with_weights: bool = True
+) -> Path:
     """The local folder with the files of ``name`` that match ``patterns``, downloaded from the hub if necessary.
+
+    Args:
+        name: a folder or a hub id.
+        options: options of the hub.
+        option_name: the option, for error messages.
+        patterns: names of files.
+        with_weights: also download the weights of a model on ModelScope.
 
     Raises:
         UserError: if there is no such model.
     """
-    source = find_source(name, options, option_name, with_weights=True)
+    source = find_source(name, options, option_name, with_weights)
     if source.folder is not None and (source.name == str(source.folder) or is_offline()):
         return source.folder
     from huggingface_hub import snapshot_download

@@ -372,7 +372,7 @@ def write_companions(model: Any, adapter: ModelAdapter, tokenizer: Any, target: 
     else:
         adapter.save_config(model, str(target))
     tokenizer.save_pretrained(target)
-    copy_companions(model.config, target)
+    copy_companions(model, target)
 
 
 def configure_objective(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
@@ -11,7 +10,7 @@ from burnish.data.images.family import FAMILIES, Checkpoint, Family
 from burnish.data.images.options import ImageOptions, apply_image_options, backend_of, shrinks_images
 from burnish.models.images.processor import load_composed_processor, load_image_processor, video_settings_in
 from burnish.models.options import ModelOptions
-from burnish.models.source import find_source
+from burnish.models.source import PROCESSOR_FILES, local_folder
 from burnish.utils.json_files import read_object
 
 
@@ -28,16 +27,17 @@ def load_family(
     """
     if getattr(config, "vision_config", None) is None:
         return None
-    folder = find_source(options.model_name_or_path, options).folder
-    path = None if folder is None else Path(folder) / "processor_config.json"
-    settings = read_object(path) if path is not None and path.is_file() else {}
+    name = options.model_name_or_path or ""
+    folder = local_folder(name, options, "model_name_or_path", PROCESSOR_FILES, with_weights=False)
+    path = folder / "processor_config.json"
+    settings = read_object(path) if path.is_file() else {}
     try:
         processor = load_image_processor(options, backend_of(images))
         if images is not None and notes is not None:
             notes += apply_image_options(processor, config, images)
         composed = None if family_name(config) in FAMILIES else load_composed_processor(options)
         crops = None if images is None else images.image_do_pan_and_scan
-        videos = {} if folder is None else video_settings_in(Path(folder), settings)
+        videos = video_settings_in(folder, settings)
         checkpoint = Checkpoint(
             config, processor, tokenizer, settings, shrinks_images(images), composed, crops, videos
         )  # fmt: skip

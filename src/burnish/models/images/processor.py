@@ -26,14 +26,11 @@ from burnish.kernels.probe import unwrap_peft
 from burnish.models.images.torchvision import raise_if_torchvision_is_broken
 from burnish.models.load import message_of
 from burnish.models.options import ModelOptions
-from burnish.models.source import find_source, hub_arguments
+from burnish.models.source import PROCESSOR_FILES, find_source, hub_arguments
 from burnish.utils.json_files import read_object
 
-FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files with the settings of an image processor: the older one, and that of transformers 5."""
-VIDEOS = "video_preprocessor_config.json"
-COMPANIONS = (*FILES, VIDEOS)
-"""Processor files of a vision model, which an adapter or a merged model needs unchanged."""
+*FILES, VIDEOS = PROCESSOR_FILES
+"""Files with the settings of an image processor, the older one and that of transformers 5; those of videos."""
 
 CROSSED = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 """Tensors of Mllama, whose text uses cross-attention to images; each is (1, images, ...)."""
@@ -171,21 +168,24 @@ def load_composed_processor(options: ModelOptions) -> Any:
     return found if hasattr(found, "image_processor") else None
 
 
-def copy_companions(config: Any, folder: Path) -> None:
+def copy_companions(model: nn.Module, folder: Path) -> None:
     """Copy the processor files of a base model unchanged next to an adapter or a model that was trained from it.
     transformers would rewrite them, and without torchvision drop those of videos.
 
     Args:
-        config: configuration of the model, which names its base.
+        model: the trained model. Its config names its base; ``load_model`` also stored the folder of these files.
+        folder: the destination.
     """
     from transformers.utils import cached_file
 
-    if getattr(config, "vision_config", None) is None or not config.name_or_path:
+    inner: Any = unwrap_peft(model)
+    base = getattr(inner, "processor_folder", None) or inner.config.name_or_path
+    if getattr(inner.config, "vision_config", None) is None or not base:
         return
-    for name in COMPANIONS:
+    for name in PROCESSOR_FILES:
         try:
             found = cached_file(
-                config.name_or_path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
+                base, name, local_files_only=True, _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )  # fmt: skip
         except OSError:  # the folder of the base model was removed

@@ -143,7 +143,7 @@ class TrlTrainer(Trainer):
         """Also save the files of the image processor, which TRL saves with the whole processor."""
         super()._write_companions(folder)
         if not hasattr(self._saved_processing_class, "image_processor"):
-            copy_companions(self.accelerator.unwrap_model(self.model).config, folder)
+            copy_companions(self.accelerator.unwrap_model(self.model), folder)
 
     def _write_final_files(self) -> None:
         """Write the model card, unless nothing is saved."""
