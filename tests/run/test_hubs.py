@@ -202,6 +202,17 @@ def test_processor_files_of_a_model_on_the_hub_are_saved_with_the_trained_model(
     assert all((tmp_path / "out" / name).read_text() == (vision_model / name).read_text() for name in names)
 
 
+def test_tokenizer_with_own_code_on_the_hub_is_rejected(downloads, repositories, tmp_path):
+    """transformers would silently use another class."""
+    folder = tmp_path / "model"
+    shutil.copytree(repositories["private_model"], folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    with pytest.raises(UserError, match=r"tokenization_own\.Own"):
+        load_tokenizer(ModelOptions(model_name_or_path="org/model", **downloads(org_model=folder)))
+
+
 def test_fingerprint_of_a_model_on_the_hub_does_not_depend_on_the_cache(downloads, tmp_path, repositories):
     folder = tmp_path / "model"
     shutil.copytree(repositories["private_model"], folder)

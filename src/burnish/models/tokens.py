@@ -19,7 +19,7 @@ from burnish.config.errors import Problem, UserError, is_unusable
 from burnish.config.options import raise_if
 from burnish.models.load import message_of, meta_model
 from burnish.models.options import ModelOptions
-from burnish.models.source import find_source, hub_arguments
+from burnish.models.source import find_source, hub_arguments, local_folder
 from burnish.utils.files import open_regular_file
 from burnish.utils.json_files import quote_value, read_object
 from burnish.utils.patching import Reason, patch
@@ -63,7 +63,7 @@ def load_tokenizer(
     if source.folder is not None and not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
         remedy = "Copy tokenizer.json and tokenizer_config.json of the model into it."
         raise UserError("there is no tokenizer in this folder.", where=source.name, remedy=remedy)
-    _refuse_own_code(source.folder, options)
+    _refuse_own_code(options)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name, padding_side="right", **hub_arguments(options)
@@ -324,12 +324,14 @@ def _ensure_eos_token(tokenizer: PreTrainedTokenizerBase, notes: list[str]) -> N
     notes.append(f"The tokenizer defines no EOS token; {tokenizer.eos_token} {how}.")
 
 
-def _refuse_own_code(folder: Path | None, options: ModelOptions) -> None:
+def _refuse_own_code(options: ModelOptions) -> None:
     """Raise UserError if the tokenizer is a custom class of the model, because transformers would silently use another
     one instead.
     """
-    if folder is None or options.trust_remote_code:
+    if options.trust_remote_code:
         return
+    name = options.model_name_or_path or ""
+    folder = local_folder(name, options, "model_name_or_path", _NAMES_A_CLASS, with_weights=False)
     path, classes = next(
         ((folder / name, found) for name in _NAMES_A_CLASS if (found := _own_class(folder / name))), (folder, None)
     )
