@@ -197,6 +197,13 @@ def test_unknown_architecture_is_rejected_with_nearest_one(tmp_path):
     assert 'does not support model_type "qwen22". Did you mean "qwen2"?' in result
 
 
+@pytest.mark.parametrize("code", [["modeling.Own"], "modeling.Own", 5])
+def test_unknown_architecture_with_a_damaged_auto_map_is_rejected(tmp_path, code):
+    saved_model(tmp_path)
+    change_json(tmp_path / "config.json", model_type="own", auto_map=code)
+    assert 'does not support model_type "own"' in model_problems(tmp_path)[0]
+
+
 def test_model_without_generation_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="vit")
     assert 'of type "vit" is not a causal language model' in model_problems(tmp_path)[0]

@@ -116,7 +116,8 @@ def _check_identity(folder: Path, raw: dict[str, Any], options: ModelOptions) ->
     """Check that transformers supports the model as a causal language model, or that it has custom code."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    kind, code = raw["model_type"], raw.get("auto_map") or {}
+    kind, code = raw["model_type"], raw.get("auto_map")
+    code = code if isinstance(code, dict) else {}
     is_known = kind in CONFIG_MAPPING
     if code and not is_known:
         return [] if options.trust_remote_code else [_custom_code(folder, code)]
