@@ -22,6 +22,7 @@ from burnish.config.options import RawValue
 from burnish.data.chat.rendering import limit_rendering
 from burnish.explain.explain import explain
 from burnish.models.options import ModelOptions
+from burnish.models.reward_files import WEIGHT, read_head
 from burnish.rollouts.rewards.models import RewardModel, RewardServer, reward_model_of
 from burnish.run import build
 from burnish.run.build import train_run
@@ -121,6 +122,29 @@ def test_pickled_weights_of_a_reward_model_are_rejected(models, tmp_path):
     options = {**user(tmp_path), "reward_model": str(folder)}
     with pytest.raises(UserError, match="pickle"):
         explain(plan({key: RawValue(value, "test") for key, value in options.items()}))
+
+
+@pytest.mark.parametrize("content", [[1], torch.ones(2), {WEIGHT: 5}])
+def test_damaged_value_head_is_reported(tmp_path, content):
+    torch.save(content, tmp_path / "value_head.bin")
+    with pytest.raises(UserError, match=r"value_head\.bin: it has no v_head\.summary\.weight"):
+        read_head([tmp_path])
+
+
+@pytest.mark.parametrize("metadata", [{"reward_head": "own"}, {"reward_head": "own", "width": "x"}])
+def test_value_head_without_its_width_is_reported(tmp_path, metadata):
+    save_file({WEIGHT: torch.ones(1, 3)}, tmp_path / "value_head.safetensors", metadata)
+    with pytest.raises(UserError, match="width"):
+        read_head([tmp_path])
+
+
+def test_score_head_is_not_read_outside_of_the_model(tmp_path):
+    save_file({"score.weight": torch.ones(1, 3)}, tmp_path / "other.safetensors")
+    (tmp_path / "model").mkdir()
+    index = {"weight_map": {"score.weight": "../other.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="outside of its folder"):
+        read_head([tmp_path / "model"])
 
 
 def hub_cache(folder, names):

@@ -19,7 +19,7 @@ from burnish.models.load import load_config, meta_model, weight_problems
 from burnish.models.options import TRAINED_MODEL, ModelNames, ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
-from burnish.models.source import find_source, shard_names
+from burnish.models.source import files_of_tensors, find_source
 from burnish.utils.json_files import DAMAGED_FILE_REMEDY, quote_value, read_object
 from burnish.utils.tensor_files import TensorInfo, read_headers
 
@@ -209,7 +209,7 @@ def weight_files(folder: Path, names: ModelNames = TRAINED_MODEL) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        shards = sorted({folder / name for name in shard_names(index)})
+        shards = sorted({folder / name for name in files_of_tensors(index).values()})
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing:
             what = f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing[:3])}."

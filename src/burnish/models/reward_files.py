@@ -21,7 +21,7 @@ from burnish.models.load import weight_problems
 from burnish.models.options import REWARD_MODEL, ModelOptions
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
 from burnish.models.save import SHARD_SIZE
-from burnish.models.source import ADAPTER_PATTERNS, local_folder
+from burnish.models.source import ADAPTER_PATTERNS, files_of_tensors, local_folder
 from burnish.utils.json_files import read_object, write_json
 from burnish.utils.tensor_files import read_header
 
@@ -87,7 +87,11 @@ def kind_of_head(file: Path) -> tuple[str, int] | None:
         return None
     with safe_open(file, "pt") as tensors:
         metadata = tensors.metadata() or {}
-    return (metadata[_KIND], int(metadata["width"])) if _KIND in metadata else None
+    if _KIND not in metadata:
+        return None
+    if not metadata.get("width", "").isdecimal():
+        raise UserError(f'its metadata has no "width" of the {metadata[_KIND]} head.', where=str(file))
+    return metadata[_KIND], int(metadata["width"])
 
 
 def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
@@ -102,10 +106,13 @@ def _old_value_head(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     return _check_head(found, file), file
 
 
-def _check_head(found: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
-    if WEIGHT not in found:
-        raise UserError(f"it has no {WEIGHT}. Found: {', '.join(found) or 'nothing'}.", where=str(file))
-    return dict(found)
+def _check_head(found: Any, file: Path) -> dict[str, Tensor]:
+    tensors = (
+        {name: value for name, value in found.items() if isinstance(value, Tensor)} if isinstance(found, dict) else {}
+    )
+    if WEIGHT not in tensors:
+        raise UserError(f"it has no {WEIGHT}. Found: {', '.join(map(str, tensors)) or 'nothing'}.", where=str(file))
+    return tensors
 
 
 def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
@@ -113,9 +120,8 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"
-    names = read_object(index, needs=[("weight_map", dict)])["weight_map"] if index.is_file() else {}
-    files = [folder / names[_SCORE]] if _SCORE in names else [folder / name for name in _WEIGHTS]
-    for file in files:
+    names = files_of_tensors(index) if index.is_file() else {}
+    for file in (folder / name for name in ([names[_SCORE]] if _SCORE in names else _WEIGHTS)):
         key = next((name for name in read_header(file) if name.endswith(_SCORE)), None) if file.is_file() else None
         if key is not None:
             with safe_open(file, "pt") as tensors:

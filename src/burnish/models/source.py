@@ -206,21 +206,22 @@ def _is_whole(folder: Path) -> bool:
     """Whether the weights are present. They are downloaded last, so the cache may hold only a config."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return all((folder / name).is_file() for name in shard_names(index))
+        return all((folder / name).is_file() for name in set(files_of_tensors(index).values()))
     return any(folder.glob("*.safetensors"))
 
 
-def shard_names(index: Path) -> set[str]:
-    """The weight files in the same folder that an index refers to.
+def files_of_tensors(index: Path) -> dict[str, str]:
+    """Tensor -> the weight file in the same folder that contains it, by an index.
 
     Raises:
         UserError: if it is not an index, or refers to files outside of its folder.
     """
-    names = set(map(str, read_object(index, needs=[("weight_map", dict)])["weight_map"].values()))
-    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+    found = read_object(index, needs=[("weight_map", dict)])["weight_map"]
+    files = {tensor: str(name) for tensor, name in found.items()}
+    if outside := sorted(name for name in files.values() if Path(name).is_absolute() or ".." in Path(name).parts):
         what = f'it names a file outside of its folder: "{outside[0]}".'
         raise UserError(what, where=str(index), remedy=DAMAGED_FILE_REMEDY)
-    return names
+    return files
 
 
 def _modelscope_folder(name: str, options: ModelOptions, option_name: str, with_weights: bool) -> Path:
