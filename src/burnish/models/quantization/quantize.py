@@ -187,7 +187,6 @@ def use_kernels_that_train(config: Any, device: torch.device | str | None = None
 
     Returns:
         A note for the user, or "".
-        A note for the user, or the empty string.
     """
     described, method = _entry(config, "quantization_config"), quantization_method_of(config)
     if method not in PLAIN_KERNEL or _entry(described, "backend") not in (None, "auto", "autoawq"):
