@@ -62,6 +62,12 @@ def test_sharding_is_derived_from_options(options, expected):
     assert sharing_of(RunOptions(use_cpu=True, **options), 8) == expected
 
 
+def test_hybrid_shard_shares_memory_within_a_machine_only(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    assert sharing_of(RunOptions(use_cpu=True, fsdp="hybrid_shard"), 16).num_processes == 8
+    assert sharing_of(RunOptions(use_cpu=True, fsdp="full_shard"), 16).num_processes == 16
+
+
 def test_sharded_loading_and_saving_use_part_of_the_memory():
     alone, four = (peaks(Sharing("fsdp", n, 3), 100, 100, FLOAT32, 2) for n in (1, 4))
     assert [term.num_bytes for term in alone] == [400, 1200]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from burnish.parallel.deepspeed.settings import raw_settings, zero_stage
 from burnish.parallel.fsdp.settings import fsdp_settings
+from burnish.parallel.process_counts import num_machines
 from burnish.parallel.selection import device_of, parallel_name
 from burnish.run.plan.memory import DecoderShape, Formats, Term
 from burnish.run.plan.options import RunOptions
@@ -56,7 +57,7 @@ def sharing_of(options: RunOptions, world_size: int) -> Sharing:
     name = parallel_name(options, world_size)
     if name == "fsdp":
         settings = fsdp_settings(options)
-        copies = max(1, settings.copies or 1)
+        copies = num_machines() if settings.copies == 0 else settings.copies or 1
         return Sharing(
             name, max(1, world_size // copies), 3, not settings.reshards, settings.offloads, settings.offloads
         )
