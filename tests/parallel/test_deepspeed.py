@@ -87,6 +87,20 @@ def test_settings_that_change_results_are_rejected(tmp_path):
     assert '"deepspeed" and "fsdp" cannot be combined' in problems(deepspeed="zero2", fsdp=True)[0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_optimization": "2"}, 'an object as "zero_optimization"'),
+        ({"zero_optimization": None}, 'an object as "zero_optimization"'),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, 'an object as "offload_optimizer"'),
+        ({"optimizer": {"type": "Adam", "params": [1]}}, '"optimizer" of the DeepSpeed config is not supported'),
+    ],
+)
+def test_section_that_is_not_an_object_is_reported(settings, message):
+    problems = check_parallel(RunOptions(use_cpu=True, deepspeed=settings))
+    assert any(message in problem.what for problem in problems)
+
+
 def test_monitors_and_comments_are_dropped_and_monitors_reported():
     options = {**zero_preset("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
     overrides = RunOptions(use_cpu=True, deepspeed=options)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from burnish.config.errors import Problem
 from burnish.parallel.options import ParallelOptions
+from burnish.utils.environment import count_in
 
 _PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _COMPILER = "ACCELERATE_DYNAMO_BACKEND"
@@ -39,7 +40,7 @@ def is_kept_on_cpu() -> bool:
 
 def launched_problems(options: ParallelOptions) -> Iterator[Problem]:
     for kind, variable in _UNSUPPORTED_PARALLELISM.items():
-        if int(os.environ.get(variable) or 1) > 1:
+        if count_in(os.environ.get(variable, "")) > 1:
             what = f"{variable} is {os.environ[variable]}: burnish does not support {kind} parallelism."
             yield Problem(what, remedy="Set it to 1, and shard the weights with fsdp: full_shard or deepspeed: zero3.")
     if not _sets_precision(options) and _environment_value(_PRECISION_VARIABLE) not in ("", "no", "bf16", "fp16"):

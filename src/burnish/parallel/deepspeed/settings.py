@@ -40,6 +40,8 @@ _ALLOWED_KEYS = {
     "comms_logger", "aio", "checkpoint", "torch_autocast", "bfloat16",
 }  # fmt: skip
 """Settings of memory, communication and printing. The batch size follows from the options."""
+_OFFLOADS = ("offload_optimizer", "offload_param")
+"""Sections of ``zero_optimization``."""
 _LOGGING_KEYS = {"comms_config", "monitor_config", "tensorboard", "wandb", "csv_monitor", "comet"}
 """Settings of DeepSpeed's monitors, which do not affect results. They are ignored."""
 _REPLACED_BY_OPTIONS = {
@@ -55,7 +57,7 @@ def uses_deepspeed(options: ParallelChoices) -> bool:
 def zero_stage(options: ParallelChoices) -> int:
     """The ZeRO stage, 0 to 3. 1 if the settings are invalid, which their check reports."""
     try:
-        return int((raw_settings(options).get("zero_optimization") or {}).get("stage", 0))
+        return int(raw_settings(options).get("zero_optimization", {}).get("stage", 0))
     except (ValueError, TypeError):
         return 1
 
@@ -64,7 +66,7 @@ def raw_settings(options: ParallelChoices) -> dict[str, Any]:
     """The settings as given, without comments (keys that begin with an underscore).
 
     Raises:
-        ValueError: a clause, if a file cannot be read or does not contain an object.
+        ValueError: a clause, if a file cannot be read, or does not contain an object with its sections.
     """
     source = _source(options)
     if isinstance(source, str) and source in DEEPSPEED_NAMES:
@@ -73,6 +75,13 @@ def raw_settings(options: ParallelChoices) -> dict[str, Any]:
         source = read_settings(Path(source))
     if not isinstance(source, Mapping):
         raise ValueError(f"does not contain a JSON object. Received: {source!r}")
+    zero = source.get("zero_optimization", {})
+    sections = {"zero_optimization": zero}
+    if isinstance(zero, Mapping):
+        sections |= {name: zero[name] for name in _OFFLOADS if zero.get(name) is not None}
+    for name, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ValueError(f'must have an object as "{name}". Received: {section!r}')
     return copy.deepcopy({key: value for key, value in source.items() if not str(key).startswith("_")})
 
 
@@ -127,8 +136,8 @@ def fill_settings(options: ParallelChoices, hidden_size: int, world_size: int, o
             zero[name] = size
     if on_cpu:
         zero["overlap_comm"] = False
-        for name in ("offload_optimizer", "offload_param"):
-            if isinstance(zero.get(name), dict):
+        for name in _OFFLOADS:
+            if zero.get(name) is not None:
                 zero[name]["pin_memory"] = False
     return {name: value for name, value in settings.items() if value != AUTO}
 
@@ -207,8 +216,9 @@ def _difference(where: str, key: str, value: Any, options: ParallelChoices) -> I
 
 def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
     """Report an optimizer or scheduler of DeepSpeed, unless it only repeats the options."""
-    params = value.get("params", {}) if isinstance(value, Mapping) else {}
-    is_usual = isinstance(value, Mapping) and value.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
+    section = value if isinstance(value, Mapping) else {}
+    params = section.get("params", {})
+    is_usual = section.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR") and isinstance(params, Mapping)
     if not is_usual or any(item != AUTO for item in params.values()):
         yield Problem(
             f'"{key}" of the DeepSpeed config is not supported.',
@@ -219,8 +229,8 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
 
 
 def _offloads(where: str, settings: Mapping[str, Any]) -> Iterator[Problem]:
-    zero = settings.get("zero_optimization") or {}
-    for name in ("offload_optimizer", "offload_param"):
+    zero = settings.get("zero_optimization", {})
+    for name in _OFFLOADS:
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
             yield Problem(

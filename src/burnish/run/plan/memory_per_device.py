@@ -62,7 +62,7 @@ def sharing_of(options: RunOptions, world_size: int) -> Sharing:
             name, max(1, world_size // copies), 3, not settings.reshards, settings.offloads, settings.offloads
         )
     if name == "deepspeed":
-        zero = raw_settings(options).get("zero_optimization") or {}
+        zero = raw_settings(options).get("zero_optimization", {})
         states, weights = (
             (zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param")
         )
