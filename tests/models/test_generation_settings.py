@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from burnish import cli
 from burnish.config.errors import UserError
 from burnish.models.check import check_model
-from burnish.models.generate import GenerationOptions, generate, generation_config
+from burnish.models.generate import GenerationOptions, cache_argument, generate, generation_config
 from burnish.models.generation_settings import _RULES, generation_file_problems, setting_problems
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
@@ -86,3 +86,17 @@ def test_settings_of_the_result_do_not_change_the_responses(setting: dict[str, A
     for name, value in setting.items():
         setattr(model.generation_config, name, value)
     assert generate(model, [[5, 6], [7]], generation_config(model, tiny_tokenizer(), [2], options)) == plain
+
+
+def test_cache_is_the_requested_one_for_a_model_with_its_own_default() -> None:
+    """transformers replaces ``None`` with the setting of the model."""
+    model: Any = tiny_model()
+    options, caches = GenerationOptions(do_sample=False, max_new_tokens=2), []
+    model.generation_config.cache_implementation = "static"
+
+    def record(module: Any, args: Any, kwargs: Any) -> None:
+        caches.append(type(kwargs[cache_argument(model)]).__name__)
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    generate(model, [[5, 6]], generation_config(model, tiny_tokenizer(), [2], options))
+    assert set(caches) == {"DynamicCache"}

@@ -138,7 +138,7 @@ def generation_config(
     config.max_length = None if config.max_new_tokens else options.max_length
     config.use_cache = True  # disabled in training
     config.num_return_sequences, config.return_dict_in_generate = 1, False  # one list of ids per prompt
-    config.cache_implementation = "static" if options.cache_implementation == "static" else None
+    config.cache_implementation = options.cache_implementation  # transformers replaces None with the model's own value
     return config
 
 
