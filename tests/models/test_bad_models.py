@@ -204,6 +204,13 @@ def test_unknown_architecture_with_a_damaged_auto_map_is_rejected(tmp_path, code
     assert 'does not support model_type "own"' in model_problems(tmp_path)[0]
 
 
+def test_empty_quantization_config_is_rejected(tmp_path):
+    saved_model(tmp_path)
+    change_json(tmp_path / "config.json", quantization_config={})
+    (result,) = model_problems(tmp_path)
+    assert "quant_method" in result
+
+
 def test_model_without_generation_is_rejected(tmp_path):
     change_json(saved_model(tmp_path) / "config.json", model_type="vit")
     assert 'of type "vit" is not a causal language model' in model_problems(tmp_path)[0]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.errors import UNUSABLE, Problem, UserError, did_you_mean
 from burnish.config.options import raise_if
 from burnish.models.attention_choice import attention_problems
 from burnish.models.generation_settings import generation_file_problems
-from burnish.models.load import load_config, meta_model, weight_problems
+from burnish.models.load import load_config, message_of, meta_model, weight_problems
 from burnish.models.options import TRAINED_MODEL, ModelNames, ModelOptions
 from burnish.models.quantization.quantize import check_quantized_files
 from burnish.models.quiet import explain_conversion_errors, suppress_loading_messages
@@ -247,6 +247,8 @@ def compare_with_model(
         return list(error.problems)
     except NotImplementedError:  # a conversion that needs data; checked when loading
         return []
+    except UNUSABLE as error:
+        return [Problem(f"the model cannot be loaded: {message_of(error)}", where=str(folder))]
     return weight_problems(str(folder), model, loaded[1], needs_head, names)
 
 
