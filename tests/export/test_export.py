@@ -173,6 +173,7 @@ def test_merge_into_quantized_base_is_rejected_with_remedy(root, tmp_path):
         ({"export_legacy_format": "true"}, "export_legacy_format"),
         ({"export_dir": None}, "export_dir is missing"),
         ({"export_size": "0"}, "export_size"),
+        ({"export_hub_model_id": "me/my model"}, "export_hub_model_id"),
         ({"adapter_name_or_path": "nowhere/at/all"}, "nowhere"),
         ({"template": "qwenn"}, "qwen"),
         ({"export_quantization_bit": "6"}, "export_quantization_bit"),

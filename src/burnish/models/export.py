@@ -17,6 +17,7 @@ from burnish.config.checks import notes
 from burnish.config.errors import NotSavedError, Problem, first_line
 from burnish.config.options import ineffective_option_notes, option
 from burnish.models.options import ModelOptions
+from burnish.models.source import is_hub_id
 from burnish.utils.files import problems_of_folder
 
 
@@ -97,6 +98,10 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
                 option="export_dir",
             )
         ]
+    name = options.export_hub_model_id
+    if name and not is_hub_id(name):
+        what = f'"export_hub_model_id" must be the ID of a repository. Received: "{name}".'
+        return [Problem(what, remedy="For example: me/my-model.", option="export_hub_model_id")]
     folder = Path(options.export_dir)
     if problems := problems_of_folder(folder, "export_dir"):
         return problems
