@@ -1,9 +1,12 @@
 """Generation for prompts with images equals transformers' ``generate``, with chunked prefill and in batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from burnish.inference.batch import generate_all
+from burnish.inference.images.reading import ImageReader
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
 from burnish.inference.types import GenerationRequest
@@ -57,6 +60,24 @@ def test_responses_match_transformers(vision_model, monkeypatch, piece):
     assert loop.backend.name == "slots"
     answers = generate_all(loop, [request_of(vision_model, row) for row in vision_model.prompts])
     assert [answer.ids for answer in answers] == [expected(vision_model, row) for row in vision_model.prompts]
+
+
+def test_prompts_of_text_are_read_bidirectionally_if_the_model_does_so():
+    """The response also must not depend on other requests, or on the prefix of an earlier prompt."""
+    tiny = load_image_model("paligemma")
+    tiny.model.eval()
+    family = SimpleNamespace(processor=tiny.composed.image_processor, options=None, prepare=None)
+    reader = ImageReader(tiny.model, family, None)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 900, (40,), generator=generator).tolist() for _ in range(8)]
+    prompts.append(prompts[-1][:20])
+    requests = [GenerationRequest(ids, MAX_NEW_TOKENS, **reader.of({"input_ids": ids})) for ids in prompts]
+    answers = [
+        answer.ids
+        for slots in (1, 3)
+        for answer in generate_all(Scheduler(tiny.model, SlotLimits(slots, 512)), requests)
+    ]
+    assert answers == [expected(tiny, {"input_ids": ids, "images": []}) for ids in prompts] * 2
 
 
 # In the other families, the ids depend on the image size.

@@ -50,8 +50,9 @@ class ImageReader:
         return len(self.family.of(image))
 
     def of(self, row: Row) -> Mapping[str, Any]:
-        """Return the request fields of images; empty if the row has none."""
-        if not row.get("images"):
+        """Return the request fields of images; empty if the row has none, and the model reads text causally."""
+        images = row.get("images") or []
+        if not images and not self._collator.is_for_text:
             return {}
-        found = PromptImages.of({"input_ids": row["input_ids"], "images": row["images"]}, self._collator)
+        found = PromptImages.of({"input_ids": row["input_ids"], "images": images}, self._collator)
         return {"images": found, "content_hashes": found.content_hashes}

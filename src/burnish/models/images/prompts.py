@@ -50,16 +50,18 @@ class PromptImages:
 
     @classmethod
     def of(cls, row: Row, collator: ImageCollator) -> PromptImages:
-        """Create the images of a prompt. Args: row: ``input_ids`` and ``images``; collator: of padded batches."""
+        """Create the images of a prompt. Args: row: ``input_ids`` and ``images``, which may be empty for a model that
+        reads prompts of text bidirectionally as well (``is_for_text``); collator: of padded batches."""
         ids, images = row["input_ids"], collator.images_of(row)
         batch = collator([{**row, "labels": [IGNORE_INDEX] * len(ids)}])
+        features = batch["image_features"][0].tolist() if images else [0] * len(ids)
         hashes = [0] * len(ids)
         for image in images:
             found = int.from_bytes(blake2b(image.identity.encode(), digest_size=7).digest()) + 1
             hashes[image.begin : image.end] = [found] * (image.end - image.begin)
         layout = collator.layout
         return cls(
-            batch["image_features"][0].tolist(), hashes, {name: batch[name] for name in batch["images"].names},
+            features, hashes, {name: batch[name] for name in batch["images"].names} if images else {},
             batch["position_ids"][:, 0] if layout.has_grid_positions else None,
             batch["attention_blocks"][0].tolist() if layout.bidirectional else (),
             layout.bidirectional_in_full_attention, layout.first_position, layout.video_placeholder,
