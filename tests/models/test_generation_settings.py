@@ -14,6 +14,7 @@ from burnish.models.generate import GenerationOptions, cache_argument, generate,
 from burnish.models.generation_settings import _RULES, generation_file_problems, setting_problems
 from burnish.models.load import load_model
 from burnish.models.options import ModelOptions
+from burnish.run.predictions.answers import is_plain
 from tiny_models import saved_model, tiny_model, tiny_tokenizer
 
 INVALID = ["", [], {"a": 1}, [[]], [["x"]], "x", -5, 10**30, float("nan"), True, 2.5]
@@ -100,3 +101,10 @@ def test_cache_is_the_requested_one_for_a_model_with_its_own_default() -> None:
     model.register_forward_pre_hook(record, with_kwargs=True)
     generate(model, [[5, 6]], generation_config(model, tiny_tokenizer(), [2], options))
     assert set(caches) == {"DynamicCache"}
+
+
+def test_default_options_use_the_inference_engine() -> None:
+    config = generation_config(tiny_model(), tiny_tokenizer(), [2], GenerationOptions())
+    assert is_plain(config)
+    config.cache_implementation = "static"
+    assert not is_plain(config)

@@ -27,6 +27,7 @@ from burnish.loop.loop import Loop
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
 from burnish.models.generate import generate
+from burnish.models.images.masks import BIDIRECTIONAL
 from burnish.models.load import context_length
 from burnish.models.patches.packed import packing
 from burnish.run.plan.options import RunOptions
@@ -40,7 +41,10 @@ _PLAIN = {
     "repetition_penalty", "max_new_tokens", "max_length", "use_cache", "transformers_version", "_from_model_config",
     "num_beams", "min_new_tokens",
 }  # fmt: skip
-_NEUTRAL = {"typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1}
+_NEUTRAL = {
+    "typical_p": 1.0, "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "num_return_sequences": 1,
+    "cache_implementation": "dynamic",
+}  # fmt: skip
 
 
 def is_plain(config: Any) -> bool:
@@ -80,7 +84,8 @@ def answer_all(
     key = key_of(model, requests, images)
     with FinishedResponses(partial, key) as finished, run.parallel.generating(run.model):
         missing = [at for at in own if at not in finished.responses and fits_context(run, questions[at], config)]
-        _generate(run, missing, requests, questions, options, finished, family if has_images else None)
+        is_prefix = BIDIRECTIONAL.get(bare_model(run).config.model_type) == "prefix"  # prompts of text need it, too
+        _generate(run, missing, requests, questions, options, finished, family if has_images or is_prefix else None)
     if likelihoods is not None and options.samples > 1:
         for of_rank in run.parallel.gather_objects(finished.log_probabilities):
             likelihoods |= of_rank
