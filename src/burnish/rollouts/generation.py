@@ -196,8 +196,8 @@ class Generator:
         return samples
 
     def _prompt_images(self, row: Row) -> Mapping[str, Any]:
-        """Return the request fields of the images of a prompt; empty if it has none."""
-        if self.images is None or not row.get("images"):
+        """Return the request fields of the images of a prompt."""
+        if self.images is None:
             return {}
         return self.images.of({"input_ids": row["prompt_input_ids"], **with_images(row)})
 
