@@ -358,6 +358,15 @@ def test_link_in_a_run_shows_nothing_outside_of_the_run(page, root, name) -> Non
     assert "SECRET" not in page.send("POST", f"/api/runs/{run}/continue", {})[2]
 
 
+@pytest.mark.parametrize("folder", ["a-file", "a-file/run"])
+def test_folder_that_cannot_be_written_is_an_error_of_its_option(page, root, started_commands, folder) -> None:
+    (root / "a-file").write_text("not a folder")
+    values = {**USUAL, "output_dir": folder}
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "folder": "new"})
+    assert (status, json.loads(text)["error"]["option"]) == (422, "output_dir")
+    assert not started_commands
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("choice", ["overwrite", "resume"])
 def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:

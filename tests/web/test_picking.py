@@ -55,6 +55,12 @@ def test_file_is_uploaded_in_chunks_without_overwriting(page, root) -> None:
         assert put(page, f"/api/uploads/{name}?offset=0&last=1", b"x")[0] in (404, 422), name
 
 
+def test_upload_that_cannot_be_written_is_an_error_of_the_request(page, root) -> None:
+    (root / "data").write_text("a file where the folder of uploads would be")
+    status, body = put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")
+    assert (status, body["error"]["code"]) == (422, "not_written")
+
+
 def test_upload_follows_no_link_out_of_the_roots(page, root, tmp_path) -> None:
     (root / "data").symlink_to(tmp_path)
     assert put(page, "/api/uploads/a.jsonl?offset=0&last=1", b"x")[0] == 422

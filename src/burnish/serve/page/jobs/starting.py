@@ -86,7 +86,8 @@ class Starter:
         """Start a run. The choice for its folder is ``new``, ``resume`` or ``overwrite``.
 
         Raises:
-            APIError: 409 if the folder is in use, or is not empty and the choice is ``new``.
+            APIError: 409 if the folder is in use, or is not empty and the choice is ``new``. 422 if files cannot be
+                written.
         """
         values = await self.check_values(values)
         folder = self.folder_of(values)
@@ -94,10 +95,14 @@ class Starter:
         values["overwrite_output_dir"] = folder_choice == "overwrite"
         if not values["overwrite_output_dir"]:
             del values["overwrite_output_dir"]
-        folder.mkdir(parents=True, exist_ok=True)
         is_resumed = folder_choice == "resume" and (folder / RUN_YAML).is_file()
         file = REQUESTED_YAML if is_resumed else RUN_YAML
-        write_text_atomically(folder / file, given_yaml(values, {}))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(folder / file, given_yaml(values, {}))
+        except OSError as error:
+            message = f'Cannot write to the folder "{self.places.display_path(folder)}": {error.strerror}.'
+            raise APIError(422, "not_written", message, param="output_dir") from error
         self._launch(folder, devices, file)
         return folder
 

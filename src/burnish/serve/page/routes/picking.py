@@ -115,7 +115,10 @@ class Picking:
             raise APIError(422, "invalid_value", message, param="name")
         piece, is_last = await whole_body(request), request.query_params.get("last") == "1"
         target = self.site.places.within(f"{UPLOADS}/{name}", "name")
-        await asyncio.to_thread(_append, target, piece, offset, is_last)
+        try:
+            await asyncio.to_thread(_append, target, piece, offset, is_last)
+        except OSError as error:
+            raise APIError(422, "not_written", f"Cannot write {UPLOADS}/{name}: {error.strerror}.") from error
         return ShownJson({"file": self.site.places.display_path(target)}, 201 if is_last else 202)
 
 
