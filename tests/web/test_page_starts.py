@@ -367,6 +367,13 @@ def test_folder_that_cannot_be_written_is_an_error_of_its_option(page, root, sta
     assert not started_commands
 
 
+@pytest.mark.parametrize("devices", [[True], [-1], ["0"], 0, [1.0]])
+def test_devices_of_a_run_must_be_indices(page, started_commands, devices) -> None:
+    body = {"values": {**USUAL, "output_dir": "saves/new"}, "devices": devices}
+    assert page.send("POST", "/api/runs", body)[0] == 422
+    assert not started_commands
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("choice", ["overwrite", "resume"])
 def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice) -> None:

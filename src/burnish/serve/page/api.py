@@ -116,7 +116,7 @@ class Api:
             )
         devices = body.get("devices")
         if devices is not None and not (
-            isinstance(devices, list) and all(isinstance(one, int) and 0 <= one < 1024 for one in devices)
+            isinstance(devices, list) and all(type(one) is int and 0 <= one < 1024 for one in devices)
         ):
             raise APIError(422, "invalid_value", '"devices" must be a list of device indices.')
         starter = self.site.starter
