@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from burnish.cli import main
 from burnish.report.metadata import launch_record
+from burnish.serve.http.child import send_signal
 from burnish.serve.page.runs import runs as found_runs
 from burnish.serve.page.runs.runs import KnownRuns, find, read_run
 
@@ -254,3 +256,8 @@ def test_resumed_run_is_not_in_the_last_stage_of_its_earlier_start(root: Path) -
     run = read_run(folder)
     assert run is not None
     assert run.state == "starting"
+
+
+@pytest.mark.parametrize("pid", [2**31, 2**70, -1, 0, 1, "12", None])
+def test_process_id_of_a_damaged_run_gets_no_signal(pid: Any) -> None:
+    assert not send_signal({"pid": pid}, signal.SIGTERM, lambda launch: True)

@@ -48,7 +48,7 @@ def send_signal(
     On Linux, a pidfd is held during the check, so that the pid cannot be reused by another process in between.
     """
     pid = launch.get("pid")
-    if not isinstance(pid, int) or pid <= 1:
+    if not isinstance(pid, int) or not 1 < pid < 2**31:
         return False
     try:
         handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
