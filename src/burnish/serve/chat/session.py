@@ -240,7 +240,7 @@ class ChatSession:
 
     def _set(self, text: str) -> None:
         if not text:
-            return self._show_settings()
+            self._show_settings()
         for pair in text.split():
             name, equals, value = pair.partition("=")
             if not equals or name not in SETTINGS:
@@ -253,7 +253,6 @@ class ChatSession:
                 except ValueError as error:
                     raise UserError(f"{name} {error}") from error
             self._from_start.discard(name)
-        return None
 
     def _show_settings(self) -> None:
         settings, defaults = self.settings, self.backend.defaults()
