@@ -22,7 +22,7 @@ def prompt_text(chat_template: str | None = None, name: str | None = None, **bod
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
     prompter = Prompter(load_template(template_options(template=name), tokenizer))
-    return str(tokenizer.decode(prompter.ids(read(ChatRequest, {"model": "m", **body}))))
+    return str(tokenizer.decode(prompter.row(read(ChatRequest, {"model": "m", **body}))["input_ids"]))
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,6 @@ class Prompter:
         self.template, self.images = template, images
         self._template_with = lru_cache(maxsize=32)(self._with_variables)
 
-    def ids(self, request: ChatRequest) -> list[int]:
-        """Return the prompt ids of a request. Raises APIError: 400."""
-        return list(self.row(request)["input_ids"])
-
     def row(self, request: ChatRequest) -> Row:
         """Return the prompt of a request as a row: ``input_ids``, and ``images`` if there are any.
 
