@@ -147,7 +147,7 @@ def _explain_run(argv: Arguments) -> int:
         from burnish.explain.as_json import as_json
 
         text, status = as_json(lambda: _plan([word for word in argv if word != "--json"]))
-        print_result(text)
+        print_result(text, masks_secrets=False)
         return status
     shows_all = "--all" in argv
     plan = _plan([word for word in argv if word != "--all"])

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import burnish
 from burnish.cli import main
+from burnish.config.errors import Problem
 from burnish.report.metadata import RunMetadata, boot_id, given_yaml, launch_record, start_ticks
 from burnish.serve.page.runs.files import tail_lines
 from burnish.serve.page.runs.runs import find, is_alive, read_run, run_folders
@@ -210,6 +212,35 @@ def test_run_search_depth_is_limited(tmp_path):
     assert list(run_folders(tmp_path)) == [deep.parent]
 
 
+QUOTED_SECRET = 'client = OpenAI(api_key="canary123x")'
+
+
+def test_quoted_secrets_are_masked_in_valid_json_and_yaml(workspace, capsys):
+    rows = [{"instruction": QUOTED_SECRET, "input": "", "output": "yes"}] * 24
+    Path("data/train.json").write_text(json.dumps(rows))
+    arguments = ["run.yaml", f"default_system={QUOTED_SECRET}"]
+    assert main(["explain", *arguments, "--json"]) == 0
+    printed = capsys.readouterr().out
+    json.loads(printed)
+    assert main(["train", *arguments]) == 0
+    folder = Path("saves/first")
+    options = yaml.safe_load((folder / "run.yaml").read_text())
+    assert options["default_system"].startswith("client = OpenAI(api_key=")
+    json.loads((folder / "launch.json").read_text())
+    for name in ("run.yaml", "launch.json", "events.jsonl"):
+        assert "canary" not in printed + (folder / name).read_text()
+
+
+def test_quoted_secrets_in_an_error_are_masked_in_valid_json(tmp_path):
+    metadata, error = RunMetadata(tmp_path, described=lambda error: Problem(str(error))), ValueError(QUOTED_SECRET)
+    metadata.begin("a: 1\n", ["cpu"])
+    metadata.event("note", QUOTED_SECRET)
+    metadata.__exit__(ValueError, error, None)
+    for line in [*(tmp_path / "events.jsonl").read_text().splitlines(), (tmp_path / "outcome.json").read_text()]:
+        json.loads(line)
+        assert "canary" not in line
+
+
 def test_unwritable_journal_stops_nothing(tmp_path):
     metadata = RunMetadata(tmp_path / "no such folder", described=str)
     with metadata:
@@ -222,7 +253,6 @@ def test_values_are_written_as_yaml_reads_them():
         {"a": 5e-05, "b": "x: y # z", "c": [1, "é"], "d": None, "e": {"k": True}}, {"a": "run.yaml,\nline 1"}
     )
     assert "a: 5e-05  # run.yaml, line 1" in text
-    import yaml
 
     read_back = yaml.safe_load(text)
     assert (read_back["b"], read_back["c"], read_back["d"], read_back["e"]) == ("x: y # z", [1, "é"], None, {"k": True})

@@ -16,6 +16,7 @@ from typing import Any
 from burnish.checkpoint.checkpoint import output_folder
 from burnish.config.errors import UserError
 from burnish.config.options import specs
+from burnish.config.secrets import mask_json
 from burnish.data.batches.batching import sequences_by_name
 from burnish.data.images.image_file import images_of
 from burnish.data.rows.row_set import ListedRows
@@ -38,6 +39,7 @@ def explained_parts(chosen: Plan, num_rows: int = 2, seed: int = 0) -> Iterator[
         UserError: if ``burnish train`` would refuse the run.
     """
     values = {name: getattr(chosen.options, name) for name in chosen.provenance if name in specs(RunOptions)}
+    values = mask_json(values)
     yield {"yaml": given_yaml(values, {}), "command": command_of(values), "problems": [], "notes": list(chosen.notes)}
     prepared = prepare(chosen)
     yield {
@@ -135,9 +137,9 @@ def _row_pieces(row: Row, prepared: Prepared) -> dict[str, Any]:
 
 
 def as_json(planned: Callable[[], Plan]) -> tuple[str, int]:
-    """The output of ``burnish explain --json``, and its exit status: 2 if the run would be refused."""
+    """The output of ``burnish explain --json`` without secrets, and its exit status: 2 if the run would be refused."""
     try:
         found = explain_as_object(planned())
     except UserError as error:
         found = {"problems": problems_of(error)}
-    return json.dumps(found, ensure_ascii=False, indent=1), 2 if found["problems"] else 0
+    return json.dumps(mask_json(found), ensure_ascii=False, indent=1), 2 if found["problems"] else 0

@@ -88,9 +88,14 @@ def is_main_process() -> bool:
     return (os.environ.get("RANK") or "0") == "0"
 
 
-def print_result(text: str) -> None:
-    """Print the result of a command. Raises OSError if that is impossible, since the command has then failed."""
-    say(text, sys.stdout, must=True)
+def print_result(text: str, masks_secrets: bool = True) -> None:
+    """Print the result of a command. Raises OSError if that is impossible, since the command has then failed.
+
+    Args:
+        text: the result.
+        masks_secrets: false for JSON, whose values were masked, since masking its text might remove quotation marks.
+    """
+    say(text, sys.stdout, must=True, masks_secrets=masks_secrets)
 
 
 def _print(text: str, label: str, color: str, stream: TextIO | None) -> None:

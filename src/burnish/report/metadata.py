@@ -26,7 +26,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from burnish.config.errors import Problem, UserError, causes, skipped_steps_message
-from burnish.config.secrets import has_secret_name, without_secrets
+from burnish.config.secrets import has_secret_name, mask_json, without_secrets
 from burnish.loop.events import TrainerCallback
 from burnish.loop.state import TrainerControl, TrainerState
 from burnish.report.results import write_text_atomically
@@ -65,14 +65,15 @@ class RunMetadata(TrainerCallback):
         """Write the first files, before the model is loaded.
 
         Args:
-            run_yaml: content of ``run.yaml``.
+            run_yaml: content of ``run.yaml``, without secrets.
             devices: devices that the run uses.
             rows: numbers of rows "seen" and "dropped".
         """
         for name in (OUTCOME, PROGRESS):
             (self.folder / name).unlink(missing_ok=True)
         self._write(RUN_YAML, run_yaml)
-        self._write(LAUNCH, json.dumps({**launch_record(devices), "rows": dict(rows)}, indent=1) + "\n")
+        launch = {**launch_record(devices), "rows": dict(rows)}
+        self._write(LAUNCH, json.dumps(mask_json(launch), indent=1) + "\n")
         self.event("stage", "loading")
 
     def event(self, kind: str, text: str, **more: Any) -> None:
@@ -82,7 +83,7 @@ class RunMetadata(TrainerCallback):
         self._written_s[kind] = now_s
         row = {"time": round(now_s, 3), "step": self._step, "kind": kind, "text": text, **more}
         with suppress(OSError), open_for_appending(self.folder / EVENTS) as file:
-            file.write(without_secrets(json.dumps(row, ensure_ascii=False)).encode(errors="backslashreplace") + b"\n")
+            file.write(json.dumps(mask_json(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
 
     def progress(self, done: int, total: int) -> None:
         """Record the number of complete prompts or batches, at most once per second; always if all are complete."""
@@ -122,7 +123,7 @@ class RunMetadata(TrainerCallback):
 
     def _write(self, name: str, text: str) -> None:
         with suppress(OSError):  # a failed write of metadata must not stop the training
-            write_text_atomically(self.folder / name, without_secrets(text))
+            write_text_atomically(self.folder / name, text)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ def write_outcome(folder: Path, ending: Mapping[str, Any], step: int) -> None:
     """Write ``outcome.json`` atomically."""
     row = {"sentence": "", "remedy": "", "traceback": "", **ending, "step": step, "time": round(time.time(), 3)}
     with suppress(OSError):
-        write_text_atomically(folder / OUTCOME, without_secrets(json.dumps(row, ensure_ascii=False, indent=1)) + "\n")
+        write_text_atomically(folder / OUTCOME, json.dumps(mask_json(row), ensure_ascii=False, indent=1) + "\n")
 
 
 def write_failure(folder: Path, problem: Problem, error: BaseException, step: int = 0) -> None:
@@ -226,7 +227,7 @@ def launch_record(
 
     pid = os.getpid() if pid is None else pid
     return {
-        "argv": [without_secrets(word) for word in (sys.argv if argv is None else argv)],
+        "argv": mask_json(list(sys.argv if argv is None else argv)),
         "pid": pid,
         "start_ticks": start_ticks(pid),
         "boot_id": boot_id(),
@@ -297,7 +298,7 @@ def given_yaml(
     lines = [f"# The options of this run, written by burnish {command}. Rerun or resume: burnish train run.yaml"]
     lines += [f"# Requires: {', '.join(packages)}"] if packages else []
     for name, value in values.items():
-        where = " ".join(provenance.get(name, "").split())
+        where = without_secrets(" ".join(provenance.get(name, "").split()))
         if has_secret_name(name):
             lines.append(f"# {name} is a secret and is not saved.")
             continue

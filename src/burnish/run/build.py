@@ -23,6 +23,7 @@ from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_
 from burnish.adapters.lora import learning_rates
 from burnish.checkpoint.checkpoint import Checkpoints, output_folder
 from burnish.config.options import raise_if
+from burnish.config.secrets import mask_json
 from burnish.data.batches.batching import collator, packs_rows
 from burnish.data.batches.budget import Budget
 from burnish.data.batches.loader import EvalBatches, RowLoader, StepPartition
@@ -193,7 +194,8 @@ def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata
     metadata = RunMetadata(folder, partial(failure_problem, output_dir=str(folder)))
     values = {name: getattr(plan.options, name) for name in plan.provenance if hasattr(plan.options, name)}
     rows = {"seen": stats.seen, "dropped": sum(count for reason, count in stats if reason.kind == "dropped")}
-    text = given_yaml(values, plan.provenance, START_ONLY_OPTIONS, plan.command, packages_used(plan.options))
+    shown, packages = mask_json(values), packages_used(plan.options)
+    text = given_yaml(shown, plan.provenance, START_ONLY_OPTIONS, plan.command, packages)
     metadata.begin(text, [str(parallel.device)], rows)
     return metadata
 

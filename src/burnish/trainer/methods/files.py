@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import metrics_format
 from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, is_peft_model, name_base
-from burnish.config.secrets import without_secrets
+from burnish.config.secrets import mask_json
 from burnish.models.save import SHARD_SIZE, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.report import results
@@ -57,8 +57,8 @@ class FileMethods(OptimizerMethods):
         """Save tokenizer or processor, and the arguments as JSON."""
         if hasattr(self._saved_processing_class, "save_pretrained"):
             self._saved_processing_class.save_pretrained(str(folder))
-        text = without_secrets(json.dumps(self.args.to_dict(), indent=2, default=str))
-        (folder / ARGUMENTS_NAME).write_text(text + "\n", encoding="utf-8")
+        arguments = mask_json(json.loads(json.dumps(self.args.to_dict(), default=str)))
+        (folder / ARGUMENTS_NAME).write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
 
     @property
     def _saved_processing_class(self) -> Any:

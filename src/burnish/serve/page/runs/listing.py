@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from burnish.config.errors import UserError
+from burnish.config.secrets import mask_json
 from burnish.report.console import print_result
 from burnish.report.pace import short_number, short_time
 from burnish.serve.page.runs.run_warnings import warnings_of
@@ -31,7 +32,8 @@ def runs(argv: Sequence[str]) -> int:
     found = find(roots)
     if as_json:
         for run in found:
-            print_result(json.dumps({**facts(run), "warnings": _warnings(run)}, allow_nan=False))
+            known = mask_json({**facts(run), "warnings": _warnings(run)})
+            print_result(json.dumps(known, allow_nan=False), masks_secrets=False)
         return 0
     if not found:
         print_result(f"No runs found in {', '.join(map(str, roots))}.")
