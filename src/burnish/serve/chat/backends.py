@@ -171,7 +171,7 @@ class LocalBackend:
                 step = made.get()
                 first = first or (time.monotonic() if step.ids else 0.0)
                 found += step.ids
-                chances += (2.718281828459045**found_.logprob for found_ in step.logprobs)
+                chances += (math.exp(found_.logprob) for found_ in step.logprobs)
                 for piece in reply.feed(step.ids):
                     yield _event(piece)
                 reason, error = step.reason or "", str(step.error or "")
