@@ -11,6 +11,7 @@ import pytest
 
 from burnish.cli import main
 from burnish.config.errors import UserError
+from burnish.serve.api.options import with_adapters
 from burnish.serve.page.command import read_named, read_options
 
 
@@ -23,6 +24,8 @@ def test_page_options_are_separated_from_model_options(tmp_path: Path, monkeypat
     assert named.argv == (str(tmp_path / "model"), "--template", "qwen", "--stop", "a", "b", "--infer_seats", "2")
     assert read_named(["org/name"])[1].argv == ("org/name",)
     assert read_named(["--model_name_or_path", "m"])[1].argv == ("--model_name_or_path", "m")
+    adapters = ["--adapter", "sql=saves/sql", "--adapter", "poet=saves/poet"]
+    assert read_named(["org/name", *adapters])[1].argv == tuple(with_adapters(["org/name", *adapters]))
 
 
 def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -> None:

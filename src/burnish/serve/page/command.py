@@ -17,6 +17,7 @@ from burnish.config.errors import MissingExtraError, Problem, UserError, did_you
 from burnish.config.options import RawValue, build, raise_if
 from burnish.report.streams import say
 from burnish.run.plan.config_files import COMMAND_LINE, from_variables, merge, path_of, read_arguments, split_arguments
+from burnish.serve.api.options import with_adapters
 from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
 from burnish.utils.collection import collect_garbage_as_usual
 
@@ -109,7 +110,7 @@ def read_named(argv: Sequence[str]) -> tuple[WebOptions, NamedModel]:
     Raises:
         UserError: with all invalid options, or if no model is given.
     """
-    path, rest = path_of(argv)
+    path, rest = path_of(with_adapters(argv))
     _, flags = split_arguments(rest)
     options = _build_options({name: item for name, item in flags.items() if name in _OWN}, [])
     others = {name: item.value for name, item in flags.items() if name not in _OWN}
