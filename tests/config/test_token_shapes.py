@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -205,6 +206,14 @@ def test_value_below_or_beside_the_name_of_a_secret_is_masked(text: str) -> None
 )
 def test_text_beside_other_names_is_kept(text: str) -> None:
     assert without_secrets(text) == text
+
+
+@pytest.mark.parametrize("text", ['api_key="canary 1"', 'api_key="canary', '{"hub_token": "canary1"}'])
+def test_value_in_a_json_string_is_masked_and_the_json_stays_valid(text: str) -> None:
+    inner = json.dumps({"text": text, "n": 1})
+    masked = without_secrets(inner)
+    assert "canary" not in masked
+    assert json.loads(masked)["n"] == 1
 
 
 def test_item_after_the_option_of_a_secret_is_masked() -> None:

@@ -71,9 +71,10 @@ _SECRET_WORDS = ("token", "key", "secret", "password", "passwd", "passphrase")
 _AFTER_NAME = re.compile(
     rf"""(?P<word>{"|".join(_SECRET_WORDS)})"""
     r"""
-    (?P<between>["']?\]?(?:[ \t]*[:=][ \t]*|[ ](?=\S)|,[ ]*)  # hub_token: ..., ["hub_token"] = ..., --hub_token ...
+    # hub_token: ..., ["hub_token"] = ..., --hub_token ...; in JSON, quotation marks of a text follow a backslash
+    (?P<between>(?:\\*["'])?\]?(?:[ \t]*[:=][ \t]*|[ ](?=\S)|,[ ]*)
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
-    (?P<value>"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
+    (?P<value>\\+"[^"\\\n]*(?:\\+")?|"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
 )
 _TOKEN_PREFIXES_WITHOUT_SECRET = frozenset(
