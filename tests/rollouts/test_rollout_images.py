@@ -112,6 +112,15 @@ def test_completions_contain_no_placeholder(workspace, tmp_path):
     loop.train()
 
 
+def test_prefetched_images_of_groups_that_are_not_trained_are_released(workspace, tmp_path):
+    (workspace / "constant.py").write_text("def constant(completions, **_):\n    return [1.0] * len(completions)\n")
+    more = {"drop_zero_variance_groups": "drop", "reward_funcs": [f"{workspace}/constant.py:constant"]}
+    values = planned(options(workspace, tmp_path, **more))
+    loop = build_loop(values, prepare(values), create_parallel(values.options), None)
+    loop.train()
+    assert loop.objective.collate_samples.images.prepare._in_progress == {}
+
+
 def test_run_resumed_inside_a_generation_gives_the_same_weights(workspace, tmp_path):
     more = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
     whole = train(options(workspace, tmp_path / "whole", **more))

@@ -58,7 +58,9 @@ def setup_completions(prepared: Prepared, model: Any, parallel: Parallel, option
     if prepared.family is not None and has_images(prepared):
         from burnish.inference.images.reading import ImageReader
 
-        objective.images = ImageReader(model, prepared.family, MediaReader())
+        collate: Any = objective.collate_samples
+        prepare = collate.images.prepare  # which already decodes the images of the next prompts
+        objective.images = ImageReader(model, prepared.family, MediaReader(), getattr(prepare, "pixels", prepare))
     context, longest = context_length(model.config) or _LONGEST, longest_of(options, model.config)
     seats = slots_of(objective, parallel.device, model.config, longest)
     objective.source = SlotSource(

@@ -17,7 +17,7 @@ from burnish.data.images.family import Family
 from burnish.data.images.image_file import ImageFile, images_of
 from burnish.data.images.sources import MediaReader
 from burnish.loop.types import Row
-from burnish.models.images.collator import ImageCollator, ImageLayout
+from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare
 from burnish.models.images.processor import ImageProcessor
 from burnish.models.images.prompts import PromptImages
 
@@ -30,15 +30,18 @@ class ImageReader:
 
     Args:
         reader: finds images and limits their sizes.
+        prepare: returns the tensors of an image. Default: decode it each time.
     """
 
-    def __init__(self, model: nn.Module, family: Family, reader: MediaReader) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, reader: MediaReader, prepare: Prepare | None = None
+    ) -> None:  # fmt: skip
         self.family, self.reader = family, reader
         config: Any = model.config
         processor, pads = ImageProcessor.of(model, family.processor, family.options), partial(collate_padded, pad_id=0)
         self._collator = ImageCollator(
             pads, pads, ImageLayout.of(config), processor, images_of,
-            lambda image: processor.tensors(family.prepare(image)),
+            prepare or (lambda image: processor.tensors(family.prepare(image))),
         )  # fmt: skip
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:

@@ -113,6 +113,11 @@ class ImagePrefetcher:
         """Return the tensors of an image with its pixels, although its features are cached."""
         return self._prepare(image)
 
+    def pixels(self, image: Any) -> Tensors:
+        """Return the tensors of an image with its pixels."""
+        tensors = self(image)
+        return self.prepare_again(image) if isinstance(tensors, EncodedImage) else tensors
+
     def rows(self, groups: Iterator[Sequence[Row | None]]) -> Iterator[Sequence[Row | None]]:
         """Yield the rows of micro-batches and start to prepare the images of the following ones."""
         waiting: deque[tuple[Sequence[Row | None], float]] = deque()
