@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
+from contextlib import nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from PIL import Image
 
 from burnish.config.errors import UserError
+from burnish.data.images.image_file import BadImage
 from burnish.data.images.sources import MediaReader
 from burnish.data.images.videos import read_video
 from burnish.data.sets.data_source import DataSource
@@ -175,6 +179,9 @@ def bad(**change: Any) -> dict[str, Any]:
         (VIDEO | {"videos": [["a.png"], ["a.png"]]}, '2 videos and 1 "<video>"'),
         (VIDEO | {"videos": ["v.mp4"]}, 'videos[0] "v.mp4" was not found'),
         (VIDEO | {"videos": ["a.png"]}, 'videos[0] "a.png" is a file; video files are not decoded. Extract its frames'),
+        (VIDEO | {"videos": ["v" * 5000]}, "cannot be read: File name too long"),
+        (VIDEO | {"videos": ["\ud800"]}, 'videos[0] "\\ud800" was not found'),
+        (VIDEO | {"videos": ["a.png/v"]}, 'videos[0] "a.png/v" was not found'),
         (VIDEO | {"videos": [[]]}, "videos[0] has no frames"),
         (VIDEO | {"videos": [["a.png", "b.png"]]}, "videos[0][1] has 5x6, but the first has 8x4"),
         (VIDEO | {"videos": [["a.png", "c.png"]]}, 'videos[0][1] "c.png" was not found'),
@@ -231,6 +238,31 @@ def test_frames_are_limited_and_paired_as_in_llamafactory(folder):
     video = read_video(reader, "f", "videos[0]")
     assert [Path(frame.path).name for frame in video.frames] == ["1.png", "2.png", "10.png", "10.png"]
     assert (video.min_pixels, video.max_pixels, video.fps) == (256, 65536, 1.0)
+
+
+def test_folder_of_frames_that_cannot_be_listed_is_rejected(folder, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may list any folder
+    with pytest.raises(BadImage, match="Permission denied"):
+        read_video(MediaReader((folder,)), ".", "videos[0]")
+
+
+def test_order_of_frames_with_equal_numbers_does_not_depend_on_the_file_system(folder, monkeypatch):
+    (folder / "f").mkdir()
+    for name in ("1.png", "01.png"):
+        Image.new("RGB", (8, 4), "blue").save(folder / "f" / name)
+    orders, scandir = [], os.scandir
+    for is_reversed in (False, True):
+        monkeypatch.setattr(
+            os,
+            "scandir",
+            lambda path, r=is_reversed: nullcontext(sorted(scandir(path), key=attrgetter("name"), reverse=r)),
+        )
+        video = read_video(MediaReader((folder,)), "f", "videos[0]")
+        orders.append([Path(frame.path).name for frame in video.frames])
+    assert orders[0] == orders[1]
 
 
 def test_videos_without_placeholder_precede_first_user_message(folder):

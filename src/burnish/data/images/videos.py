@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.sources import MediaReader
+from burnish.utils.json_files import shorten_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,23 +67,26 @@ def is_last_repeated(video: ImageFile) -> bool:
 
 
 def _frames_in(reader: MediaReader, path: str, place: str) -> list[str]:
-    found = Path(reader.file(path, place))
-    if found.is_file():
-        raise BadImage(
-            f'{place} "{path}" is a file; video files are not decoded. Extract its frames, for example with ffmpeg, '
-            'and pass the frames as a list or a folder: "videos": [["frames/1.jpg", "frames/2.jpg"]].'
-        )
-    if not found.is_dir():
-        raise BadImage(
-            f'{place} "{path}" was not found. Searched: {" and ".join(map(str, reader.folders)) or Path.cwd()}.'
-        )
-    names = [entry.name for entry in os.scandir(found) if entry.is_file() and not entry.name.startswith(".")]
+    found, named = Path(reader.file(path, place)), f'{place} "{shorten_value(path)}"'
+    try:
+        with os.scandir(found) as entries:
+            names = [entry.name for entry in entries if entry.is_file() and not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):
+        if found.is_file():
+            raise BadImage(
+                f"{named} is a file; video files are not decoded. Extract its frames, for example with ffmpeg, and "
+                'pass the frames as a list or a folder: "videos": [["frames/1.jpg", "frames/2.jpg"]].'
+            ) from None
+        searched = " and ".join(map(str, reader.folders)) or Path.cwd()
+        raise BadImage(f"{named} was not found. Searched: {searched}.") from None
+    except OSError as error:
+        raise BadImage(f"{named} cannot be read: {error.strerror}.") from None
     return [str(found / name) for name in sorted(names, key=_by_number)]
 
 
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that places ``frame10`` after ``frame9``."""
-    return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in re.split(r"(\d+)", name)]
+def _by_number(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Return a sort key that places ``frame10`` after ``frame9``, and ``frame1`` after ``frame01``."""
+    return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in re.split(r"(\d+)", name)], name
 
 
 @dataclass(frozen=True)
