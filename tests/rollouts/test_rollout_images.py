@@ -203,6 +203,7 @@ def test_reward_functions_of_a_trainer_receive_pillow_images(workspace, tmp_path
     for number, prompt, images in found:
         (image,) = images if column == "images" else [images]
         assert image.size == (40 + 10 * number, 60)
+        assert getattr(image, "fp", None) is None  # no file stays open
         assert [part["type"] for part in prompt[0]["content"]] == ["image", "text"]
     assert any(entry["grad_norm"] > 0 for entry in trainer.state.log_history if "grad_norm" in entry)
     assert "eval_reward" in trainer.evaluate(dataset)

@@ -10,7 +10,7 @@ image processor is read from the model's folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,24 @@ def with_encoded_images(dataset: Any) -> Any:
 
 
 def with_loaded_images(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the columns for reward functions with Pillow images in place of paths, as TRL passes them."""
-    return {name: [*map(_loaded, values)] if name in MEDIA else values for name, values in columns.items()}
+    """Return the columns for reward functions with Pillow images in place of paths, as TRL passes them. Completions of
+    a prompt share its images."""
+    load = cache(_loaded)
+    return {
+        name: [[*map(load, one)] if isinstance(one, list) else one and load(one) for one in values]
+        if name in MEDIA
+        else values
+        for name, values in columns.items()
+    }
 
 
-def _loaded(value: Any) -> Any:
-    """Return the image at a path, the images of a list of paths, or None."""
+def _loaded(path: str) -> Any:
+    """Return the image in a file, which is closed."""
     from PIL import Image
 
-    return [*map(_loaded, value)] if isinstance(value, list) else value and Image.open(value)
+    image = Image.open(path)
+    image.load()
+    return image
 
 
 def _undecoded_feature(kind: Any) -> Any:
