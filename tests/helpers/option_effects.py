@@ -417,7 +417,7 @@ TESTED_BY: dict[str, str] = {
     "llama_cpp": "export/gguf: llama_cpp_verifies_export_if_its_path_is_given",
     "infer_backend": "inference/remote: child_server_is_started_awaited_and_stopped",
     "infer_executable": "inference/remote: child_server_is_started_awaited_and_stopped",
-    "infer_url": "inference/remote: options_of_another_engine_are_reported",
+    "infer_url": "inference/remote: options_that_the_engine_does_not_read_are_reported",
     "infer_exact": "inference/loading: model_folder_is_loaded_and_generates",
     "served_adapters": "inference/loading: parallel_adapters_respond_as_each_alone",
     "pref_beta": "preferences/preference_options: each_pair_option_changes_the_loss",

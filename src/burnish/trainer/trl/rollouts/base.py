@@ -46,7 +46,6 @@ from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
-from burnish.trainer.trl.prepared import first_row
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
@@ -138,8 +137,10 @@ class RolloutTrainer(RewardMethods):
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
-        sample = first_row(train_dataset)
-        self.family = family_for(model, processing_class, self._tokenizer, sample)
+        sample = next(iter(train_dataset), None)  # its form is checked later
+        self.family = family_for(
+            model, processing_class, self._tokenizer, sample if isinstance(sample, Mapping) else {}
+        )
         template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model), self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)
