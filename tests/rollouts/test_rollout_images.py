@@ -99,6 +99,19 @@ def test_sampled_and_trained_log_probabilities_agree(workspace, tmp_path, monkey
     assert log["sampling/logp_difference"] < 1e-5
 
 
+def test_reward_functions_receive_images_of_parts_if_the_column_is_null(workspace, tmp_path):
+    source = {"url": str(workspace / "data" / golden()["records"]["one"]["images"][0])}
+    content = [{"type": "image_url", "image_url": source}, {"type": "text", "text": "Describe"}]
+    records = [{"messages": [{"role": "user", "content": content}], "images": None}] * 3
+    (tmp_path / "parts.json").write_text(json.dumps(records))
+    columns = {"messages": "messages", "images": "images"}
+    entry = {"file_name": "parts.json", "formatting": "openai", "columns": columns}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"parts": entry}))
+    train(options(workspace, tmp_path / "out", dataset_dir=str(tmp_path), dataset="parts", max_steps=1))
+    found = json.loads((workspace / "my_rewards.py.seen").read_text())
+    assert [paths for paths, _ in found] == [[source["url"]]] * 6
+
+
 def test_completions_contain_no_placeholder(workspace, tmp_path):
     values = planned(options(workspace, tmp_path))
     prepared = prepare(values)

@@ -77,8 +77,8 @@ def prompt_row(example: Example, encoded: Row, stats: DataStats) -> Row:
     if (answer := reference_answer(example)) is not None:
         columns.setdefault("answer", answer)
         columns.setdefault("solution", answer)
-    if "image" not in columns and (images := files_of(encoded)):
-        columns.setdefault("images", [image.path for image in images])
+    if all(columns.get(name) is None for name in ("image", "images")) and (images := files_of(encoded)):
+        columns["images"] = [image.path for image in images]  # of message parts, or of a column of another name
     record = {"prompt": shown_prompt(example), "columns": columns, "place": example.place}
     row: Row = {"prompt_input_ids": encoded["input_ids"], **with_images(encoded)}
     row["record"] = json.dumps(record, ensure_ascii=False, default=text_of)
