@@ -245,3 +245,14 @@ def test_images_after_a_first_record_without_them_are_refused(workspace, tmp_pat
     records.append({"prompt": records[0]["prompt"], "image": pil.new("RGB", (40, 60))})
     with pytest.raises(UserError, match="record 2: it contains images"):
         trainer_of(workspace, tmp_path, lambda completions, **_: [0.0] * len(completions), records)
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "Describe", "image": pil.new("RGB", (40, 60))},
+    {"prompt": [{"role": "user", "content": "Describe"}], "image": pil.new("RGB", (40, 60)),
+     "images": [pil.new("RGB", (40, 60))]},
+])  # fmt: skip
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_images_of_a_text_prompt_and_of_two_columns_are_refused(workspace, tmp_path, record, kind):
+    with pytest.raises(UserError, match="record 1"):
+        trainer_of(workspace, tmp_path, lambda completions, **_: [0.0] * len(completions), kind([record] * 4))

@@ -143,7 +143,8 @@ def _example(
     if merged := {**variables, **own}:
         extra["chat_template_kwargs"] = merged
     if isinstance(prompt, str):
-        return Example(prompt=prompt, source=source, number=number, extra=extra)
+        example = Example(prompt=prompt, source=source, number=number, extra=extra)
+        return _with_images(record, example) if has_images else example
     if not has_turns(prompt):
         what = f'{source}, record {number}: "prompt" must be a string or a list of messages. Received: {prompt!r:.100}.'
         raise UserError(what)
@@ -156,6 +157,10 @@ def _example(
 
 def _with_images(record: Mapping[str, Any], example: Example) -> Example:
     """Return the example with the images and videos of its record, whose columns then contain paths."""
+    for one, several in (("image", "images"), ("video", "videos")):
+        if record.get(one) is not None and record.get(several):
+            what = f'both "{one}" and "{several}" have a value.'
+            raise UserError(what, where=example.place, remedy="Rename or remove the column that is not in the prompt.")
     images, videos = (
         next((name for name in (f"{kind}s", kind) if record.get(name) is not None), "") for kind in ("image", "video")
     )
