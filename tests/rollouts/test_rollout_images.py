@@ -256,3 +256,19 @@ def test_images_after_a_first_record_without_them_are_refused(workspace, tmp_pat
 def test_images_of_a_text_prompt_and_of_two_columns_are_refused(workspace, tmp_path, record, kind):
     with pytest.raises(UserError, match="record 1"):
         trainer_of(workspace, tmp_path, lambda completions, **_: [0.0] * len(completions), kind([record] * 4))
+
+
+def test_prompts_of_reward_functions_do_not_contain_images(workspace, tmp_path):
+    found = []
+
+    def rewards(prompts, completions, images, **_):
+        found.extend(zip(prompts, images, strict=True))
+        return [float(len(set(str(one)))) for one in completions]
+
+    image = pil.new("RGB", (40, 60))
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe"}]
+    trainer_of(workspace, tmp_path, rewards, [{"prompt": [{"role": "user", "content": content}]}] * 4).train()
+    assert found
+    for prompt, (seen,) in found:
+        assert prompt[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Describe"}]
+        assert seen.size == image.size

@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.images.family import Family
+from burnish.data.images.in_rows import with_parts
 from burnish.data.sets.images import content_of, with_images, with_paths
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.trl import has_turns
@@ -177,7 +178,9 @@ def _with_images(record: Mapping[str, Any], example: Example) -> Example:
         example = with_images(found, replace(example, messages=messages))
     except BadRecord as error:
         raise UserError(error.what, where=example.place, remedy=error.remedy) from error
-    return replace(example, extra=with_paths(example.extra, found, example))
+    # Reward functions receive the images in a column, and messages whose parts do not contain them.
+    messages = tuple(with_parts(one, one.parts) if one.images else one for one in example.messages)
+    return replace(example, messages=messages, extra=with_paths(example.extra, found, example))
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
