@@ -272,3 +272,16 @@ def test_prompts_of_reward_functions_do_not_contain_images(workspace, tmp_path):
     for prompt, (seen,) in found:
         assert prompt[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Describe"}]
         assert seen.size == image.size
+
+
+@pytest.mark.parametrize("mode", ["LA", "CMYK", "F", "I"])
+def test_pillow_images_of_other_modes_can_be_used(workspace, tmp_path, mode):
+    sizes = []
+
+    def rewards(completions, image, **_):
+        sizes.extend(one.size for one in image)
+        return [float(len(set(str(one)))) for one in completions]
+
+    records = [{"prompt": [{"role": "user", "content": "Describe"}], "image": pil.new(mode, (40, 60))}] * 4
+    trainer_of(workspace, tmp_path, rewards, records).train()
+    assert set(sizes) == {(40, 60)}

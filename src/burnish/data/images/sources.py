@@ -182,8 +182,8 @@ def _as_png(image: Any) -> bytes:
     from PIL import ImageOps
 
     upright = ImageOps.exif_transpose(image)
-    if upright.mode not in ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"):
-        upright = upright.convert("RGB")
+    if upright.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
+        upright = upright.convert("I;16" if upright.mode == "I" else "RGB")  # PNG has at most 16 bits per channel
     file = BytesIO()
     upright.save(file, "PNG", compress_level=1)
     return file.getvalue()
