@@ -197,6 +197,18 @@ def test_bad_image_records_are_rejected_by_number(folder, values, message):
     assert message in " ".join(str(raised.value).split())
 
 
+@pytest.mark.parametrize("kind", ["answers", "pairs"])
+def test_system_messages_with_an_image_are_refused(folder, kind):
+    turns = [{"role": "system", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Brief."}]}]
+    turns.append({"role": "user", "content": "Hello."})
+    answer = {"role": "assistant", "content": "Hello."}
+    values: dict[str, Any] = {"messages": [*turns, answer]}
+    if kind == "pairs":
+        values = {"messages": turns, "chosen": answer, "rejected": answer | {"content": "No."}}
+    with pytest.raises(UserError, match="record 7"):
+        read(values, folder, kind)
+
+
 def video_records(folder: Path) -> dict[str, dict[str, Any]]:
     """Return records with a video of three frames followed by an image, in all formats."""
     names = ["f/1.png", "f/2.png", "f/10.png"]

@@ -36,6 +36,7 @@ _SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64",
 """Keys of a part that may hold its image or video."""
 ANIMATED = keep_reason("an image has several frames; only the first is used")
 IMAGES_BEFORE_TEXT = 'no "<image>" in the text: images are placed before the first user message'
+_IN_SYSTEM_MESSAGE = ("the system message contains an image.", "Move it to the first user message.")
 _AUDIO = ("audio", "input_audio", "audio_url")
 _MARK = re.compile("(<image>|<video>)")
 
@@ -203,13 +204,20 @@ def _texts(example: Example) -> list[str]:
     return [*texts, *filter(None, (example.system, example.prompt))]
 
 
+def system_text(message: Message) -> str:
+    """Return the text of a system message. Raises BadRecord if a part is an image or a video."""
+    if _parts(message):
+        raise BadRecord(*_IN_SYSTEM_MESSAGE)
+    return message.text
+
+
 def _refuse_places(example: Example) -> None:
     """Raise BadRecord for images in responses of pairs and in system messages."""
     answers = _all_messages(example)[len(example.messages) :]
     if any(_parts(one) or _MARK.search(one.text) for one in answers):
         raise BadRecord("a response of the pair contains an image.", "Put the images into the prompt.")
     if example.system and _MARK.search(example.system):
-        raise BadRecord("the system message contains an image.", "Move it to the first user message.")
+        raise BadRecord(*_IN_SYSTEM_MESSAGE)
 
 
 def _fill_placeholders(message: Message, left: Mapping[str, Iterator[Any]], values: Mapping[str, Any]) -> Message:

@@ -15,6 +15,7 @@ from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import Values
+from burnish.data.sets.images import system_text
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import RESPONSE_ROLES, Answer, Example, Message
@@ -106,7 +107,7 @@ def _conversations(
             raise BadRecord(f'"{column}" contains only the common prompt and no response.')
         _check_role(record, column, answer[-1])
     if before and before[0].role == "system" and not record.layout.verbatim:
-        example, before = replace(example, system=before[0].text), before[1:]
+        example, before = replace(example, system=system_text(before[0])), before[1:]
     messages = example.messages if _ends(example.messages, before) else (*example.messages, *before)
     if not messages:
         raise BadRecord(

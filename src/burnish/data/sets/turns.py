@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import parse_json
-from burnish.data.sets.images import content_of, raw_content
+from burnish.data.sets.images import content_of, raw_content, system_text
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, list_columns
 from burnish.data.stats import keep_reason, truncation_reason
 from burnish.loop.types import Example, Message, RoleName
@@ -38,7 +38,7 @@ def conversation(record: Record, messages: Sequence[Message]) -> Example:
     has_system = bool(messages) and messages[0].role == "system" and not record.layout.verbatim
     return record.example(
         messages=tuple(messages[1:] if has_system else messages),
-        system=messages[0].text if has_system else record.text_or_none("system"),
+        system=system_text(messages[0]) if has_system else record.text_or_none("system"),
         tools=record.json_text("tools"),
     )
 
