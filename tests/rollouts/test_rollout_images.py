@@ -285,3 +285,10 @@ def test_pillow_images_of_other_modes_can_be_used(workspace, tmp_path, mode):
     records = [{"prompt": [{"role": "user", "content": "Describe"}], "image": pil.new(mode, (40, 60))}] * 4
     trainer_of(workspace, tmp_path, rewards, records).train()
     assert set(sizes) == {(40, 60)}
+
+
+def test_placeholders_in_text_prompts_are_refused(workspace, tmp_path):
+    image = {"prompt": [{"role": "user", "content": "Describe"}], "image": pil.new("RGB", (40, 60))}
+    with pytest.raises(UserError, match="record 2"):
+        trainer_of(workspace, tmp_path, lambda completions, **_: [0.0] * len(completions),
+                   [image, {"prompt": "Describe <|image_pad|>"}])  # fmt: skip

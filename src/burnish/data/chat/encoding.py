@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from burnish.config.errors import UserError
 from burnish.data.chat.labels import EncodedConversation, Segment, Turn, concatenate_ids, masked_labels
 from burnish.data.chat.preferences import (
     IMAGE_TRUNCATED,
@@ -27,7 +28,7 @@ from burnish.data.chat.preferences import (
 )
 from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
-from burnish.data.images.in_rows import images_column, images_of_segments
+from burnish.data.images.in_rows import Marks, images_column, images_of_segments
 from burnish.data.stats import DataStats, RecordReason, drop_reason, truncation_reason
 from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
 
@@ -50,6 +51,8 @@ class ConversationEncoder:
         options: truncation and end tokens.
         cutoff_len: maximum length of a row, in tokens.
     """
+
+    marks: Marks | None
 
     def __init__(self, options: EncodingChoices, tokenizer: Any, cutoff_len: int) -> None:
         self.encoding, self.tokenizer, self.cutoff_len = options, tokenizer, cutoff_len
@@ -130,10 +133,17 @@ class ConversationEncoder:
         found: list[Row | None] = []
         for example, row in zip(examples, self._prompt_rows(examples, stats), strict=True):
             length = self.cutoff_len if row is None else len(row["input_ids"])
+            if row is not None and "images" not in row and self._has_placeholders(row):
+                what = "its text contains an image placeholder of the model, but it has no image for it."
+                raise UserError(what, where=example.place, remedy="Write the prompt as messages, with the image.")
             if reason := NO_TEXT if not length else TOO_LONG if length > self.cutoff_len else None:
                 stats.add(reason, example)
             found.append(None if reason else row)
         return found
+
+    def _has_placeholders(self, row: Row) -> bool:
+        """Return whether ids include a placeholder of a vision model. Only texts that are not messages can."""
+        return self.marks is not None and not self.marks.family.placeholder_ids.isdisjoint(row["input_ids"])
 
     def _prompt_rows(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """Return rows of prompts, of conversations or texts. None if images cannot be used, which is counted."""
