@@ -16,7 +16,8 @@ from burnish.run.prepare import Prepared
 def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     """Return lines on the images of the rows and their cost; empty if there are none."""
     family = prepared.family
-    found = [image for row in rows for image in images_of(row)]
+    of_rows = [images for row in rows if (images := images_of(row))]
+    found = [image for images in of_rows for image in images]
     if family is None or not found:
         return []
     of_each = [one.end - one.begin for one in found]
@@ -28,8 +29,9 @@ def image_lines(rows: Sequence[Row], prepared: Prepared) -> list[Line]:
     resized = sum(len(steps) > 1 for steps in resize_steps)
     distinct = len({one.identity for one in found})
     per_step = sum(patches) / max(1, len(rows)) * (prepared.steps.rows_per_step or 1)
+    where = f"in {len(of_rows):,} of {len(rows):,} examples ({family.model_type})"
     return [
-        Line("images", f"{len(found):,}, {distinct:,} distinct, in {len(rows):,} examples ({family.model_type})"),
+        Line("images", f"{len(found):,}, {distinct:,} distinct, {where}"),
         Line("image sizes", f"{sizes[0][1]} to {sizes[-1][1]}, median {typical}; {resized:,} resized"),
         Line("image tokens", f"{100 * tokens / whole:.3g}% of all, median {median(of_each):g} per image"),
         Line("image patches", f"about {per_step:,.0f} per step"),

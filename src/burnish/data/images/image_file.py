@@ -110,6 +110,11 @@ class ImageFile:
         own += "|padded" * self.is_padded
         return "|".join([own, str(self.fps), *(frame.identity for frame in self.frames)]) if self.frames else own
 
+    @property
+    def files(self) -> tuple[ImageFile, ...]:
+        """The frames of a video; the image itself otherwise."""
+        return self.frames or (self,)
+
     def shrunk(self, factor: float) -> ImageFile:
         """Return the image with at most the fraction ``factor`` of its current pixels."""
         num_pixels = min(self.width * self.height, self.max_pixels or self.width * self.height)
@@ -155,7 +160,7 @@ def images_of(row: Mapping[str, Any], prefix: str = "") -> list[ImageFile]:
 def files_of(row: Mapping[str, Any]) -> list[ImageFile]:
     """Return the image files of a row; of a video, its frames."""
     images = [*images_of(row), *images_of(row, "kl_")]
-    return [file for image in images for file in (image.frames or (image,))]
+    return [file for image in images for file in image.files]
 
 
 def read_header(path: str | Path, **known: Any) -> ImageFile:
@@ -192,7 +197,7 @@ def content_hash(image: ImageFile) -> str:
     """Return a hash of an image as the model sees it: the content of its files, and its pixel limits."""
     own = f"{image.min_pixels}|{image.max_pixels}|{image.width}x{image.height}{'|padded' * image.is_padded}"
     found = sha256(own.encode())
-    for file in image.frames or (image,):
+    for file in image.files:
         content = file.content or Path(file.path).read_bytes()
         found.update(f"|{len(content)}|".encode() + content)
     return found.hexdigest()

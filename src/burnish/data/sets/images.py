@@ -162,7 +162,7 @@ def with_paths(columns: Mapping[str, Any], record: Record, example: Example) -> 
     for kind, column in (("image", record.layout.images), ("video", record.layout.videos)):
         if found.get(column) is not None:
             media = [p.value for m in example.messages for p in m.parts if p.kind == kind and p.value is not None]
-            paths = [file.path for one in media for file in (one.frames or (one,))]
+            paths = [file.path for one in media for file in one.files]
             found[column] = paths if isinstance(found[column], list | tuple) or len(paths) != 1 else paths[0]
     return found
 

@@ -82,8 +82,11 @@ def with_encoded_images(dataset: Any) -> Any:
 
 
 def with_loaded_images(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Return the columns for reward functions with Pillow images in place of paths, as TRL passes them. Completions of
-    a prompt share its images."""
+    """Replace paths by Pillow images, which TRL passes to reward functions. Completions of a prompt share its images.
+
+    Args:
+        columns: the values of all completions, by the name of the column.
+    """
     load = cache(_loaded)
     return {
         name: [[*map(load, one)] if isinstance(one, list) else one and load(one) for one in values]
