@@ -268,6 +268,7 @@ def test_option_of_another_stage_gives_a_note(command_outputs):
     assert "has no effect" not in command_outputs[1]["explain"]
 
 
+@pytest.mark.slow
 def test_arguments_of_a_script_have_options_of_members(command_outputs):
     folder = command_outputs[0]
     code = "from burnish import SFTConfig; print(SFTConfig('out', sign_decay=0.5, csv_file='mine.csv').csv_file)"

@@ -34,6 +34,7 @@ def ids_of(folder: Path) -> list[int]:
     return AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(ADDED)
 
 
+@pytest.mark.slow
 def test_evaluation_and_predictions_use_the_tokens_of_the_adapter(first, tmp_path):
     folder, eval_loss = first
     assert loss_of_command(folder) == pytest.approx(eval_loss, rel=1e-5)

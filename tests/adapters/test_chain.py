@@ -31,6 +31,7 @@ def loss_of_command(folder, *argv):
     return next(value for name, value in json.loads(results.read_text()).items() if name.endswith("loss"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", representative_slow([{"create_new_adapter": True}, {"chain": 2}], 1), ids=str)
 def test_commands_load_the_adapters_that_were_merged_before_training(tmp_path, capsys, again):
     first, second = tmp_path / "first", tmp_path / "second"

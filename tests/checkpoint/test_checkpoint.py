@@ -68,6 +68,7 @@ def _no_garbage_collection():
     gc.enable()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("_no_garbage_collection")
 @pytest.mark.parametrize("is_background", [True, False])
 def test_copies_of_a_checkpoint_are_freed_without_garbage_collection(tmp_path, is_background):

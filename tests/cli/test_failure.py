@@ -136,6 +136,7 @@ except BaseException as error:
 """
 
 
+@pytest.mark.slow
 def test_file_size_limit_is_recognized_in_safetensors_error(tmp_path):
     completed = subprocess.run(
         [sys.executable, "-c", SAVE_ABOVE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True,

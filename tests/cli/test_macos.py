@@ -51,6 +51,7 @@ def test_function_that_only_linux_has_is_used_if_it_exists(module: str) -> None:
                 assert f'hasattr({module}, "{name}")' in text, f"{path}: {module}.{name}"
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_run_with_worker_processes_trains_and_is_listed(tmp_path: Path) -> None:
     options = make_workspace(
@@ -61,6 +62,7 @@ def test_run_with_worker_processes_trains_and_is_listed(tmp_path: Path) -> None:
     assert (listed["state"], listed["step"]) == ("done", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_server_answers_and_stops() -> None:
     process = Process(MODEL, "api_port=0", PYTHONPATH=_PATH).until_ready()

@@ -50,6 +50,7 @@ def run_command(folder: Path, options: dict[str, Any], watched: bool = False) ->
     return result
 
 
+@pytest.mark.slow
 def test_full_training_imports_no_unused_library(tmp_path: Path) -> None:
     result = run_command(tmp_path, make_workspace(tmp_path, max_steps=1, report_to="none"), watched=True)
     assert result["status"] == 0

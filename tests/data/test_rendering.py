@@ -38,6 +38,7 @@ def test_time_limit_ends_with_its_block(tokenizer: Any) -> None:
     assert rendering._workers.limit_s == limit_s
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("body", [LOOPS, POWER])
 def test_endless_rendering_is_stopped_in_every_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: str

@@ -159,6 +159,7 @@ def test_parquet_file_with_a_column_of_maps_is_streamed(run_options, tmp_path):
     assert main(["train", *as_arguments(options)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", representative_slow([".parquet", ".csv", ".arrow"], 1))
 def test_other_file_types_are_read_in_place(tmp_path, run_options, monkeypatch, suffix):
     path, table = tmp_path / f"data{suffix}", pyarrow.Table.from_pylist(records(24))

@@ -138,6 +138,7 @@ def test_datasets_have_documented_sizes_and_columns():
     assert all(set(row) == {"instruction", "input", "output"} and row["output"] for row in TRAIN + HELD_OUT)
 
 
+@pytest.mark.slow
 def test_data_script_reproduces_committed_files(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "make_data.py", "--output", tmp_path, "--seed", "0"], check=True)
     for name in ("train.jsonl", "heldout.jsonl", "pairs.jsonl", "pairs_heldout.jsonl", "dataset_info.json"):

@@ -23,6 +23,7 @@ def test_model_and_images_are_reproducible_from_a_seed(tmp_path, monkeypatch):
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_model_card_of_a_vision_model_loads_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2 as httpx
 import pytest
@@ -276,7 +277,8 @@ def test_server_that_is_still_loading_is_asked_again_after_a_pause(
 ) -> None:
     statuses, pauses = [503, 503, 200], []
     monkeypatch.setattr(child.httpx, "get", lambda url, **settings: httpx.Response(statuses.pop(0)))
-    monkeypatch.setattr(child.time, "sleep", pauses.append)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)  # other threads keep the real one
+    monkeypatch.setattr(child, "time", clock)
     with subprocess.Popen(["sleep", "60"]) as process:
         child._wait(child.Child(process, "http://127.0.0.1:1", "", tmp_path / "log"), time.monotonic() + 60)
         process.kill()

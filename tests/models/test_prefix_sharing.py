@@ -254,6 +254,7 @@ def test_only_flat_batches_skip_tokens():
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.run
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_run_gives_the_same_weights(tmp_path, method):

@@ -223,6 +223,7 @@ def test_4_bit_parameters_are_counted_individually(bnb, tmp_path):
     assert trainable_summary(load(folder, quantization_bit=4))[1] == trainable_summary(load(folder))[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_qlora_trains_and_resumes_bitwise_equal(bnb, tmp_path, monkeypatch, bits):
     from safetensors.torch import load_file

@@ -420,6 +420,7 @@ def check_two_ranks(folder):
     engine.barrier()
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(two_process_results):
     first, second = (torch.load(two_process_results / f"weights{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)

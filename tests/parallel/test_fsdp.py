@@ -224,6 +224,7 @@ def test_a_scaled_loss_gives_the_same_weights_with_and_without_fsdp(tmp_path, mo
         torch.testing.assert_close(sharded[name], weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("targets", ["norm", "embed_tokens,lm_head"])
 def test_adapter_is_written_after_an_evaluation(tmp_path, targets):
     """After an evaluation, the weights of the root module, which an adapter may train in full, stay gathered."""

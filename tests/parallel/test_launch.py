@@ -139,6 +139,7 @@ def test_ranks_continue_across_machines(program, tmp_path, monkeypatch):
         launch([], TWO)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("script", "status", "message"),
     [
@@ -199,6 +200,7 @@ def test_signal_is_sent_to_rank_0_and_stops_all_processes(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_notice_of_a_scheduler_is_sent_to_rank_0_and_stops_nothing(tmp_path, capfd):
     assert status_after_signal(signal.SIGUSR1, CONTINUES_WHEN_ASKED, tmp_path) == 0
     assert (tmp_path / "finished0").exists()

@@ -60,6 +60,7 @@ waits_for_ever()
 """
 
 
+@pytest.mark.slow
 def test_stalled_run_ends_with_stack_traces_of_its_processes(monkeypatch, capfd):
     monkeypatch.setattr(launching, "PROGRAM", ("-c", STALLS))
     monkeypatch.delenv("WORLD_SIZE", raising=False)

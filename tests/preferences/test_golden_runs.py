@@ -54,6 +54,7 @@ def assert_same(case, logs, norms, steps=5):
                 assert norms[name.replace(".default", "")] == pytest.approx(norm, rel=NORM), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", representative_slow(LLAMAFACTORY_CASES, ("rm", "dpo_sigmoid")))
 def test_five_steps_match_llamafactory(name, folder, monkeypatch):
     case = golden()["runs"]["llamafactory"][name]

@@ -52,6 +52,7 @@ def test_margin_distribution_is_plotted(tmp_path, margins):
     assert plot_margins({"none": [], "broken": [float("nan")]}, tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_reward_model_plots_the_margins_of_the_last_evaluated_dataset(tmp_path, monkeypatch):
     from burnish.run import finish

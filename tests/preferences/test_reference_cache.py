@@ -87,6 +87,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", representative_slow(CHANGES, 3))
 def test_changed_reference_is_computed_again(workspace, monkeypatch, reference_counts, name):
     losses(workspace, monkeypatch, **BEFORE)

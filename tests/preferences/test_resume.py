@@ -45,6 +45,7 @@ RARELY = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARELY else n for n in RUNS])
 def test_stopped_run_resumes_to_the_same_weights(workspace, monkeypatch, name):
     made = {**RUNS[name], "max_steps": 5, "save_strategy": "steps", "save_steps": 3}

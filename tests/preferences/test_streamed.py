@@ -86,6 +86,7 @@ def test_each_row_of_a_step_uses_preceding_different_response():
     assert rows.keys_of_step([1]) == {1: (1, None)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "cut",
     representative_slow(

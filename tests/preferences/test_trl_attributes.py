@@ -140,6 +140,7 @@ def in_stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_new_dataset_is_compared_with_the_existing_reference(kind, folder, tmp_path):
     rows = labelled_examples(4) if kind == "KTOTrainer" else pairs(4)

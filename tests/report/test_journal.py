@@ -75,6 +75,7 @@ def test_journal_has_command_options_events_and_outcome(workspace, capsys):
     assert json.loads(capsys.readouterr().out)["state"] == "done"
 
 
+@pytest.mark.slow
 def test_recorded_options_reproduce_the_run(workspace):
     assert main(["train", "run.yaml"]) == 0
     weights = Path("saves/first/adapter_model.safetensors").read_bytes()

@@ -41,6 +41,7 @@ def test_profiled_run_reports_step_times_and_saves_a_trace(tmp_path, capsys):
     assert named.count("optimizer") >= 1
 
 
+@pytest.mark.slow
 def test_profiled_run_gives_same_weights_and_resumes_unprofiled(tmp_path):
     plain, watched = (make_workspace(tmp_path / name, lr_scheduler_type="constant") for name in "ab")
     assert run(plain) == 0

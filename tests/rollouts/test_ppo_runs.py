@@ -119,6 +119,7 @@ def test_step_beyond_ratio_threshold_has_no_loss(finished_run, tmp_path):
     assert any(entry["loss"] == 0 for entry in log)
 
 
+@pytest.mark.slow
 def test_unfinished_completion_is_penalized(finished_run, tmp_path):
     folder, _ = finished_run
     options = {"max_steps": 1, "save_steps": 1}

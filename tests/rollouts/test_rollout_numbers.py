@@ -37,6 +37,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", representative_slow(CASES, ("grpo", "rloo")))
 def test_log_has_every_metric(tmp_path, name):
     options, names = CASES[name]
@@ -141,6 +142,7 @@ def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
     assert [entry["grad_norm"] for entry in history(run) if "loss" in entry] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_refilled_run_resumed_inside_a_generation_gives_the_same_weights(tmp_path):
     whole = train(refill_options(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))
     train(refill_options(tmp_path, max_steps=3, output_dir=str(tmp_path / "part")))

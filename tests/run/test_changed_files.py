@@ -291,6 +291,7 @@ def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pyte
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize(
     "option",

@@ -89,6 +89,7 @@ def test_rows_with_images_are_those_of_transformers(workspace, name, images):
     assert list(row["input_ids"]) == with_template_tokens(expected, tokenizer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", GLM)
 def test_two_steps_do_not_depend_on_batching(workspace, monkeypatch, name):
     """Batches are flat, padded, or single rows."""

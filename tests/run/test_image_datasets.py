@@ -44,6 +44,7 @@ def answers_of(stage, number):
     return {"output": f"It is number {number}.", **({"kto_tag": number % 2 == 0} if stage == "kto" else {})}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", representative_slow(["sharegpt", "alpaca"], 1))
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
 def test_each_image_dataset_format_trains(workspace, form, stage):

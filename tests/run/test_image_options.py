@@ -68,6 +68,7 @@ def test_video_options_change_rows(workspace, videos, name, value):
     assert lengths(workspace, "qwen3_vl", **videos, **{name: value}) != lengths(workspace, "qwen3_vl", **videos)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_run_with_videos_trains_and_explains_them(workspace, videos, family, capsys):
     run = workspace / f"films_{family}.yaml"

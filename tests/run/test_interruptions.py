@@ -37,6 +37,7 @@ def weights(folder: str) -> bytes:
     return Path(folder, "model.safetensors").read_bytes()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("number", representative_slow([errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], 1))
 def test_failed_save_is_reported_once_and_retried(
@@ -85,6 +86,7 @@ def killed(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_early_stopped_run_is_not_continued_after_a_kill(
     user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def written(text, name="run.yaml"):
     return name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", representative_slow(KINDS, QUICK))
 def test_config_file_of_each_method_trains(workspace, kind):
     text, weights = KINDS[kind]
@@ -204,6 +205,7 @@ def test_config_file_of_each_method_trains(workspace, kind):
     assert ("eval_loss" in results) == ("val_size" in text)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", ["", "double_quantization: false\n"])
 def test_config_file_with_4_bit_base_trains(workspace, more):
     pytest.importorskip("bitsandbytes")

@@ -28,6 +28,7 @@ def losses(folder):
     return [entry["loss"] for entry in history(folder) if "loss" in entry]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", representative_slow(TEMPLATES, 3))
 def test_first_loss_matches_transformers(workspace, family):
     rows = [row for row in golden()["llamafactory"] if row["family"] == family and not row["options"]]
@@ -37,6 +38,7 @@ def test_first_loss_matches_transformers(workspace, family):
     assert result == [pytest.approx(expected, abs=1e-4)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", representative_slow([*TEMPLATES, "llava_onevision", "smolvlm", "paligemma"], 2))
 @pytest.mark.parametrize("options", [{}, {"finetuning_type": "lora", "stage": "dpo", "dataset": "pairs"}], ids=str)
 def test_image_rows_are_padding_free_in_a_run(workspace, monkeypatch, capsys, family, options):
@@ -53,6 +55,7 @@ def test_image_rows_are_padding_free_in_a_run(workspace, monkeypatch, capsys, fa
     assert "padded" not in "".join(capsys.readouterr())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", representative_slow(OTHERS, ("mllama", "smolvlm")))
 def test_other_families_have_equal_losses_for_any_micro_batching(workspace, family):
     one = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -69,6 +72,7 @@ def test_model_that_mixes_rows_uses_one_row_per_batch(workspace, capsys):
     assert "Set per_device_train_batch_size: 1." in capsys.readouterr().err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "cut",
     representative_slow([
@@ -102,6 +106,7 @@ def test_initial_preference_loss_with_images_equals_reference(workspace, stage):
     assert losses(before) == pytest.approx(flat, abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", representative_slow(["qwen2_5_vl", "gemma3"], 1))
 def test_reference_model_processes_images(workspace, family):
     options = {"stage": "dpo", "dataset": "pairs", "finetuning_type": "lora", "learning_rate": 1e-2}
@@ -246,6 +251,7 @@ def test_only_cross_attention_is_rejected_with_several_processes(family, options
     assert not check_processes(model, 1, splits)
 
 
+@pytest.mark.slow
 def test_prediction_and_evaluation_commands_read_images(workspace, tmp_path):
     options = [str(workspace / "qwen2_5_vl"), "template=qwen2_vl", "eval_dataset=answers", "use_cpu=true",
              f"dataset_dir={workspace / 'data'}", "cutoff_len=512"]  # fmt: skip
@@ -276,6 +282,7 @@ def test_features_that_an_evaluation_computed_are_trained_on(workspace, monkeypa
     assert calls == without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", representative_slow(["dpo", "kto"], 1))
 def test_adapter_of_the_tower_is_trained_on_preferences(workspace, stage):
     dataset = {"dpo": "pairs", "kto": "unpaired"}[stage]

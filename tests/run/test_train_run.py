@@ -71,6 +71,7 @@ def test_evaluation_in_pretraining_reports_the_perplexity_of_each_set(tmp_path):
         assert results[f"eval_{name}_perplexity"] == pytest.approx(math.exp(results[f"eval_{name}_loss"]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
 def test_weights_are_converted_for_evaluations_outside_of_training(tmp_path, name, capsys):
     options = make_workspace(tmp_path, val_size=0.25, bf16=False, max_steps=2, eval_strategy="epoch")

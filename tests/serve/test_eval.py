@@ -105,6 +105,7 @@ def test_unpacked_task_is_removed_at_exit(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "temporary")
 
 
+@pytest.mark.slow
 def test_saved_answers_are_those_of_one_adapter_and_precision(model: Path, tmp_path: Path) -> None:
     """Another adapter in the same folder, or another precision, counts as another model."""
     folder, found = tmp_path / "adapter", []
@@ -369,6 +370,7 @@ def test_harness_task_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_models_of_same_name_write_into_separate_folders(model: Path, tmp_path: Path) -> None:
     from burnish.serve.command_line import servings_of
 

@@ -293,6 +293,7 @@ def test_tools_unsupported_by_the_template_are_rejected_by_name(real: Real) -> N
     assert result.choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_adapters_are_served_side_by_side_under_their_names(tmp_path) -> None:
     from burnish.cli import main
 

@@ -204,6 +204,7 @@ def test_run_of_each_stage_answers_the_prompts_that_it_held_out(all_runs: Path, 
     assert ("predict_exact_match" in metrics) == (name not in ("grpo", "own"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["tuned", "dpo", "lora", "kto", "grpo", "pt"])
 def test_eval_of_a_run_repeats_the_evaluation_of_its_own_split(all_runs: Path, name: str) -> None:
     """The saved weights are rounded to bfloat16, so losses differ slightly. Without the model before training as the
@@ -295,6 +296,7 @@ def test_options_without_effect_on_predictions_are_reported(
     assert len(lines(runs_folder / "writes/predictions/generated_predictions.jsonl")) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_training_config_of_each_stage_selects_its_run(
     all_runs: Path, name: str, monkeypatch: pytest.MonkeyPatch

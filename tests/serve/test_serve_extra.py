@@ -14,6 +14,7 @@ def test_serve_extra_is_installed() -> None:
     pytest.importorskip("uvicorn", reason='servers are not tested: pip install "burnish[serve]"')
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_terminal_chat_requires_no_server() -> None:
     code = (

@@ -46,6 +46,7 @@ def run_script(folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_states_of_accelerate_have_all_processes(tmp_path):
     in_two_processes(run_script, str(tmp_path))

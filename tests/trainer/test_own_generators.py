@@ -130,6 +130,7 @@ class ShuffledStream(IterableDataset):
         self.at = state["position"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [3, 8])
 @pytest.mark.parametrize("kind", ["sampler", "stream", "stream with a state"])
 def test_order_from_an_own_generator_continues(tmp_path, kind, step):
@@ -183,6 +184,7 @@ def test_frozen_collator_with_a_property_that_fails_is_resumed(tmp_path):
     assert same(weights(whole), weights(run(tmp_path / "b", True)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [2, 6])
 def test_seeded_masks_of_masked_language_modeling_continue(tmp_path, step):
     """transformers' collator creates its generator with the first batch."""
@@ -239,6 +241,7 @@ def run_of_each_rank(folder):
         (Path(folder) / "equal.json").write_text(json.dumps(equal))
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_generators_of_each_rank_continue(tmp_path):
     in_two_processes(run_of_each_rank, str(tmp_path))

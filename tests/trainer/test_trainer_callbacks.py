@@ -46,6 +46,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 # eval_loss, the metric of "the best", is not a metric of two sets.
 @pytest.mark.parametrize(
     ("case", "sets"),

@@ -52,6 +52,7 @@ def without_times(trainer):
     return [{k: v for k, v in entry.items() if "runtime" not in k and "per_second" not in k} for entry in keep]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [3, 6])
 @pytest.mark.parametrize("grouped", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}])
 def test_resumed_run_is_bitwise_equal(tmp_path, step, grouped):
@@ -120,6 +121,7 @@ class ShuffledSampler(Sampler):
         return iter(order)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", representative_slow([3, 6, 8], 1))
 @pytest.mark.parametrize("order", ["generator of the loader", "generator of a sampler", "python", "numpy"])
 def test_orders_from_other_generators_resume_at_their_position(tmp_path, order, step):
@@ -525,6 +527,7 @@ class Signal(transformers.TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_a_checkpoint_and_then_ends_the_script(tmp_path, number):
     whole, before = trained(tmp_path / "whole"), signal.getsignal(number)

@@ -39,6 +39,7 @@ def test_interrupted_iterator_resumes_at_next_item(tmp_path):
     assert "nothing twice, nothing left out" in run_script("interrupted_iterator.py", folder=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_code_of_migration_guide_runs(tmp_path):
     text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]

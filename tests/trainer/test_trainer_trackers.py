@@ -76,6 +76,7 @@ def spied(method, names):
     return call
 
 
+@pytest.mark.slow
 def test_arguments_work_with_transformers_trainer(tmp_path):
     trainer = transformers.Trainer(Regression(), arguments(tmp_path, max_steps=2), train_dataset=points())
     trainer.remove_callback(PrinterCallback)

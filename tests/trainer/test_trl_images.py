@@ -359,6 +359,7 @@ class OverridingTrainer(DPOTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keeps_columns", [True, False])
 @pytest.mark.parametrize(
     ("kind", "config"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig), (OverridingTrainer, DPOConfig)]
