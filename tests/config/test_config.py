@@ -217,6 +217,36 @@ def test_duplicate_key_in_a_nested_value_is_rejected(name: str, tmp_path: Path) 
     assert 'line 3: duplicate key "num_cycles". It is already set in' in load_error(path)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("0x1", "1"), ("1", '"1"'), ("+1", "1"), ("1.50", "1.5"), ("true", "True"), ("~", "null")]
+)
+def test_keys_with_equal_values_are_duplicates(first: str, second: str, tmp_path: Path) -> None:
+    message = load_error(config(tmp_path, f"model_init_kwargs:\n  {first}: a\n  {second}: b\n"))
+    assert f'line 3: duplicate key "{second.strip(chr(34))}"' in message
+
+
+def test_keys_that_are_not_text_are_written_as_in_json(tmp_path: Path) -> None:
+    text = "lr_scheduler_kwargs: {0x10: a, '0x11': b, True: c, 1.50: d, no: e, 1e-5: f}\n"
+    found = read_config(config(tmp_path, text))["lr_scheduler_kwargs"].value
+    assert found == {"16": "a", "0x11": "b", "true": "c", "1.5": "d", "no": "e", "1e-05": "f"}
+
+
+@pytest.mark.parametrize("key", ["010", "1_000", "0o10", "12:30"])
+def test_numbers_with_several_readings_are_no_keys(key: str, tmp_path: Path) -> None:
+    message = load_error(config(tmp_path, f"lr_scheduler_kwargs: {{{key}: a}}\n"))
+    assert f"expected a decimal number, or text in quotes. Received: {key}, which can be read as" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.yaml", "{}"), ("run.yaml", "{}.0"), ("run.yaml", "0x{}"), ("run.json", "{}")],
+)
+def test_numbers_with_thousands_of_digits_are_rejected(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"lr_scheduler_kwargs": {"num_cycles": ' + text.format("1" * 5000) + "}}")
+    assert "of at most 1,000 digits" in load_error(path)
+
+
 def test_first_base_with_a_key_takes_precedence(tmp_path: Path) -> None:
     text = "a: &a {seed: 3, stage: pt}\nb: &b {seed: 4, template: qwen}\nstage: sft\n<<: [*a, *b]\n"
     options = read_config(config(tmp_path, text))

@@ -235,20 +235,35 @@ def object_without_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any
 
 
 def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
-    """Parse YAML written by a user with ``loader``, a class of PyYAML. Raises DuplicateKeyError.
+    """Parse YAML written by a user with ``loader``, a class of PyYAML.
 
-    A key that ``<<`` merges in may be repeated, as the YAML specification allows.
+    Keys are compared by value: ``0x1`` and ``1`` are the same key, ``1`` and ``"1"`` are not. A key that ``<<`` merges
+    in may be repeated, as the YAML specification allows.
+
+    Raises:
+        DuplicateKeyError: also for too deep a nesting, and for too many values.
+        yaml.YAMLError: if it is not YAML, or a scalar has the form of a number or a date, but no value.
     """
+    from yaml.constructor import ConstructorError
 
     class Loader(loader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
             node = super().compose_mapping_node(anchor)
-            first: dict[str, Any] = {}
+            first: dict[Any, Any] = {}
             for key, _ in node.value:
-                if isinstance(key.value, str) and key.value != "<<" and first.setdefault(key.value, key) is not key:
-                    lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[key.value], key))
+                if not isinstance(key.value, str) or key.value == "<<":
+                    continue
+                value = key.value if key.tag.endswith((":str", ":value")) else self.construct_object(key)
+                if first.setdefault(value, key) is not key:
+                    lines = " and ".join(f"line {one.start_mark.line + 1}" for one in (first[value], key))
                     raise DuplicateKeyError(f'has the duplicate key "{key.value}", in {lines}.')
             return node
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except ValueError as error:  # 0x_, 2001-99-99
+                raise ConstructorError(None, None, f'"{node.value}" has no value: {error}', node.start_mark) from error
 
     one = Loader(text)
     try:

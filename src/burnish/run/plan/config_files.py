@@ -236,6 +236,9 @@ def _json_values(path: Path, text: str) -> dict[str, Any]:
         raise UserError(what, where=str(path), remedy="Reduce the nesting.") from None
     except json.JSONDecodeError as error:
         raise _syntax_error(path, text, error.lineno, error.colno, error.msg) from None
+    except ValueError:  # json passes integers to int(), which has a limit
+        what = f"expected numbers of at most {_MOST_DIGITS:,} digits. Received: a longer one."
+        raise UserError(what, where=str(path), remedy="For text, use quotes.") from None
     return values if isinstance(values, dict) else {}
 
 
@@ -319,8 +322,8 @@ def _key_problems(node: yaml.Node, path: Path, around: tuple[yaml.Node, ...]) ->
                 yield Problem(
                     'expected an alias (*) of a mapping, or a list of them, after "<<".', where=_line(path, key)
                 )
-        elif first.setdefault(key.value, key) is not key:
-            known = _line(path, first[key.value])
+        elif first.setdefault(_key_text(key), key) is not key:
+            known = _line(path, first[_key_text(key)])
             yield Problem(f'duplicate key "{key.value}". It is already set in {known}.', where=_line(path, key))
         yield from _key_problems(value, path, (*around, node))
 
@@ -341,7 +344,7 @@ def _pairs(mapping: yaml.Node) -> Iterable[tuple[yaml.Node, yaml.Node]]:
     bases = [base for key, value in mapping.value if key.tag == _MERGE for base in _bases(value)]
     pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
     for key, value in [*direct, *(pair for base in bases for pair in _pairs(base))]:
-        pairs.setdefault(key.value, (key, value))
+        pairs.setdefault(_key_text(key), (key, value))
     return pairs.values()
 
 
@@ -366,20 +369,26 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _HEX = re.compile(r"[-+]?0x[0-9a-fA-F]+")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _OCTAL = re.compile(r"0o[0-7]+")
+_MOST_DIGITS = 1000
 _OF_YAML_1_1 = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def _number_problems(node: yaml.Node, path: Path) -> Iterator[Problem]:
-    """Yield a problem for each number in a list or mapping that YAML 1.1, which LLaMA-Factory and PyYAML read, and
-    YAML 1.2 read differently: ``010``, ``1_000``, ``0o10``, ``0b10``, ``12:30``."""
+    """Yield a problem for each number in a list or mapping, keys included, that YAML 1.1, which LLaMA-Factory and
+    PyYAML read, and YAML 1.2 read differently: ``010``, ``1_000``, ``0o10``, ``0b10``, ``12:30``."""
     if isinstance(node, yaml.MappingNode):
-        for _, value in _pairs(node):
-            yield from _number_problems(value, path)
+        for pair in _pairs(node):
+            for part in pair:
+                yield from _number_problems(part, path)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _number_problems(item, path)
     elif isinstance(node, yaml.ScalarNode) and node.style is None:
         text, number = str(node.value), _nested_value(node)
+        if len(text) > _MOST_DIGITS and node.tag in _OF_YAML_1_1:
+            what = f"expected a number of at most {_MOST_DIGITS:,} digits. Received: {text[:20]}..."
+            yield Problem(what, where=_line(path, node), remedy="For text, use quotes.")
+            return
         readings = [*_readings(node, text)] if not _NOT_FINITE.fullmatch(text) else []
         if any(isinstance(number, str) or reading != number for reading in readings):
             numbers = dict.fromkeys(one for one in (*readings, number) if not isinstance(one, str))
@@ -399,14 +408,20 @@ def _readings(node: yaml.ScalarNode, text: str) -> Iterator[Any]:
         yield float(text.replace("_", ""))
 
 
+def _key_text(node: yaml.Node) -> str:
+    """Return a key as text. Keys that are not text are written as in JSON: ``0x1`` and ``1`` are both "1"."""
+    value = _nested_value(node)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _nested_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
-        return {str(key.value): _nested_value(value) for key, value in _pairs(node)}
+        return {_key_text(key): _nested_value(value) for key, value in _pairs(node)}
     if isinstance(node, yaml.SequenceNode):
         return [_nested_value(item) for item in node.value]
     assert isinstance(node, yaml.ScalarNode)
     text = str(node.value)
-    if node.style is not None:  # quoted
+    if node.style is not None or len(text) > _MOST_DIGITS:  # quoted, or reported by _number_problems
         return text
     if _NULL.fullmatch(text):
         return None
