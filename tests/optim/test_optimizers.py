@@ -187,6 +187,44 @@ def test_malformed_optimizer_arguments_are_rejected(name, arguments):
     assert problem.option == "optim_args"
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("adafactor", "beta1=abc", "beta1 must be a number or true or false. Received: abc."),
+        ("adafactor", "eps=1e-30", "eps has several values, which optim_args cannot set."),
+        ("adafactor", "scale_parameter=no", "scale_parameter must be true or false. Received: no."),
+        ("adafactor", "clip_threshold=nan", "clip_threshold must be a number. Received: nan."),
+        ("adam_mini", "eps=small", "eps must be a number. Received: small."),
+        ("adamw_torch", "amsgrad=1", "amsgrad must be true or false. Received: 1."),
+        ("adamw_torch_fused", "foreach=true", "`fused` and `foreach` cannot be `True` together."),
+        ("badam", "maximize=no", "maximize must be true or false. Received: no."),
+        ("muon", "ns_steps=2.5", "ns_steps must be an integer. Received: 2.5."),
+        ("sgd", "momentum=0.9, nesterov=no", "nesterov must be true or false. Received: no."),
+        ("sgd", "nesterov=true", "Nesterov momentum requires a momentum and zero dampening."),
+    ],
+)
+def test_argument_that_fails_or_is_misread_in_the_first_step_is_rejected(name, argument, message):
+    with pytest.raises(UserError) as raised:
+        Training(name, optim_args=argument)
+    (problem,) = raised.value.problems
+    selected = options_for(name).optim
+    assert str(problem) == f'invalid optim_args for optim "{selected}": {message}'
+    assert "optim_args" in problem.options
+
+
+@pytest.mark.parametrize("argument", ["capturable=true", "differentiable=true"])
+def test_argument_without_use_in_a_run_is_rejected(argument):
+    (problem,) = check_optimizer(options_for("adamw_torch", optim_args=argument))
+    assert f"cannot set {argument.removesuffix('=true')}" in str(problem)
+
+
+def test_checking_arguments_keeps_the_random_state():
+    model = small_model()
+    before = torch.get_rng_state()
+    create_optimizer(model.named_parameters(), model, options_for("sgd", optim_args="momentum=0.9"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("argument", ["relative_step=True", "scale_parameter=True, warmup_init=True"])
 def test_adafactor_without_the_learning_rate_of_the_run_is_rejected(argument):
     with pytest.raises(UserError, match="invalid optim_args"):

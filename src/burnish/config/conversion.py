@@ -242,9 +242,9 @@ def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
 
     Raises:
         DuplicateKeyError: also for too deep a nesting, and for too many values.
-        yaml.YAMLError: if it is not YAML, or a scalar has the form of a number or a date, but no value.
+        ValueError: if a scalar has the form of a number or a date, but no value. The message is a clause.
+        yaml.YAMLError: if it is not YAML.
     """
-    from yaml.constructor import ConstructorError
 
     class Loader(loader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
@@ -263,7 +263,8 @@ def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
             try:
                 return super().construct_object(node, deep)
             except ValueError as error:  # 0x_, 2001-99-99
-                raise ConstructorError(None, None, f'"{node.value}" has no value: {error}', node.start_mark) from error
+                what = f'"{node.value}" in line {node.start_mark.line + 1} has no value: {error}'
+                raise ValueError(what) from error
 
     one = Loader(text)
     try:

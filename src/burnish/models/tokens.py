@@ -181,7 +181,7 @@ def _read_descriptions(path: Path) -> Any:
         raise UserError(
             f"new_special_tokens_config {error}", where=str(path), option="new_special_tokens_config"
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(_no_descriptions(path, error)) from error
     return found if isinstance(found, dict) else {"": found}
 

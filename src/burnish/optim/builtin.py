@@ -7,11 +7,13 @@ differs from the run's learning rate. The optimizer's ``state_dict`` may contain
 
 Traits of a member: ``library``, the library that it requires; ``refused``, why a name of transformers is not supported,
 and the alternative; ``leaves_out``, fields of ``OptimOptions`` that it does not use; ``switch``, its own option that
-selects it (``when``); ``reads_model``: it is called with the model as well.
+selects it (``when``); ``reads_model``: it is called with the model as well; ``compiles``: its first step compiles
+kernels, so ``optim_args`` are not tried out in advance.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -28,8 +30,9 @@ from burnish.config.checks import check, notes
 from burnish.config.conversion import literal
 from burnish.config.errors import MissingExtraError, Problem, UserError, argument_error_in_words
 from burnish.config.options import changed_options, option, raise_if
-from burnish.config.registry import Registry
+from burnish.config.registry import Member, Registry
 from burnish.loop.schedule import LRScheduleOptions, lr_factor, report_schedule_errors
+from burnish.optim.arguments import fault_of_arguments
 
 Groups: TypeAlias = list[dict[str, Any]]
 OPTIMIZERS: Registry[Callable[..., Optimizer]] = Registry("optimizer")
@@ -62,7 +65,7 @@ class OptimOptions:
 
 @check
 def check_optimizer(options: OptimOptions) -> list[Problem]:
-    """Check, before a model is read, that the optimizer exists and its library is installed."""
+    """Check, before a model is read, that the optimizer exists, is installed, and accepts ``optim_args``."""
     if options.optim not in OPTIMIZERS:
         return []  # reported already, with similar names
     member = OPTIMIZERS.choose(options.optim, options)
@@ -82,7 +85,7 @@ def check_optimizer(options: OptimOptions) -> list[Problem]:
         optim_arguments(options)
     except UserError as error:
         return list(error.problems)
-    return missing_library(member.name)
+    return missing_library(member.name) or _argument_problems(member, options)
 
 
 _MAX_PLAUSIBLE_RATE = 1.0
@@ -144,16 +147,37 @@ def create_optimizer(
         groups = split_by_rate(groups, learning_rates)
     member = OPTIMIZERS.choose(options.optim, options)
     try:
-        return (
-            member.value(groups, options, model) if "reads_model" in member.metadata else member.value(groups, options)
-        )
+        return _create(member, groups, options, model)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError) or not (options.optim_args or isinstance(error, TypeError)):
             raise
-        raise UserError(
-            f'invalid optim_args for optim "{options.optim}": {argument_error_in_words(error)}.',
-            option=("optim_args", "optim"),
-        ) from error
+        raise UserError(_invalid_arguments(options, argument_error_in_words(error))) from error
+
+
+def _create(
+    member: Member[Callable[..., Optimizer]], groups: Groups, options: OptimOptions, model: nn.Module
+) -> Optimizer:
+    return member.value(groups, options, model) if "reads_model" in member.metadata else member.value(groups, options)
+
+
+def _argument_problems(member: Member[Callable[..., Optimizer]], options: OptimOptions) -> list[Problem]:
+    """A problem if the optimizer does not accept ``optim_args``."""
+    if not options.optim_args or "compiles" in member.metadata:
+        return []
+    without = copy.copy(options)
+    without.optim_args = None
+
+    def create(model: nn.Module, with_arguments: bool) -> Optimizer:
+        groups = parameter_groups(model.named_parameters(), model, options.weight_decay)
+        return _create(member, groups, options if with_arguments else without, model)
+
+    fault = fault_of_arguments(create, optim_arguments(options))
+    return [] if fault is None else [_invalid_arguments(options, fault)]
+
+
+def _invalid_arguments(options: OptimOptions, fault: str) -> Problem:
+    what = f'invalid optim_args for optim "{options.optim}": {fault.rstrip(".")}.'
+    return Problem(what, option=("optim_args", "optim"))
 
 
 # Names of norms and biases across model families; the pattern is transformers' (trainer.py, get_decay_parameter_names).
@@ -246,13 +270,19 @@ def optim_arguments(options: OptimOptions) -> dict[str, Any]:
         if name in found:
             raise UserError(f'"optim_args" sets {name} twice.', remedy="Remove one of the two.", option="optim_args")
         if own := _SET_ELSEWHERE.get(name):
-            raise UserError(f'"optim_args" cannot set {name}.', remedy=f"Set {own}.", option="optim_args")
+            raise UserError(f'"optim_args" cannot set {name}.', remedy=own, option="optim_args")
         found[name] = literal(text)
     return found
 
 
-_SET_ELSEWHERE = {"lr": "learning_rate", "weight_decay": "weight_decay"}
-"""Arguments that the parameter groups set -> their options."""
+_NO_GRAPHS = "Remove it: steps are neither captured in CUDA graphs nor differentiated."
+_SET_ELSEWHERE = {
+    "lr": "Set learning_rate.",
+    "weight_decay": "Set weight_decay.",
+    "capturable": _NO_GRAPHS,
+    "differentiable": _NO_GRAPHS,
+}
+"""Arguments that the parameter groups set, or that have no use in a run -> what to do."""
 
 
 def adam_arguments(options: OptimOptions) -> dict[str, Any]:

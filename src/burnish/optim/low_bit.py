@@ -24,7 +24,7 @@ _KIND = "quantized as"
 _PLAIN_MOMENTS = Reason("optimizer", "its moments are saved in checkpoints as plain tensors")
 
 
-@OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY)
+@OPTIMIZERS.register("adamw_torch_8bit", library=LIBRARY, compiles=True)
 def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with 8-bit moments (torchao)."""
     from torchao.optim import AdamW8bit
@@ -32,7 +32,7 @@ def adamw_8bit(groups: Groups, options: OptimOptions) -> Optimizer:
     return _wrap_optimizer(AdamW8bit, groups, options)
 
 
-@OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY)
+@OPTIMIZERS.register("adamw_torch_4bit", library=LIBRARY, compiles=True)
 def adamw_4bit(groups: Groups, options: OptimOptions) -> Optimizer:
     """AdamW with 4-bit moments (torchao)."""
     from torchao.optim import AdamW4bit

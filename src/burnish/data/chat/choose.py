@@ -214,11 +214,12 @@ def _named_spec(name: str | None) -> TemplateSpec | None:
 
 
 def _spec_from_file(path: Path) -> TemplateSpec:
+    text = _read(path)
     try:
-        row = yaml_without_duplicate_keys(_read(path), yaml.SafeLoader)
+        row = yaml_without_duplicate_keys(text, yaml.SafeLoader)
     except DuplicateKeyError as error:
         raise UserError(f"The template file {error}", where=str(path)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark, fault = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise UserError(f"Invalid YAML in the template file: {fault}.", where=where) from error
