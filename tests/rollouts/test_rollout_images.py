@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image, Value
 from PIL import Image as pil
 
 from burnish import GRPOTrainer, RLOOTrainer, UserError
@@ -292,3 +292,33 @@ def test_placeholders_in_text_prompts_are_refused(workspace, tmp_path):
     with pytest.raises(UserError, match="record 2"):
         trainer_of(workspace, tmp_path, lambda completions, **_: [0.0] * len(completions),
                    [image, {"prompt": "Describe <|image_pad|>"}])  # fmt: skip
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+@pytest.mark.parametrize("is_dataset", [True, False])
+def test_reward_functions_receive_pillow_images_of_further_columns(workspace, tmp_path, has_images, is_dataset):
+    found = []
+
+    def rewards(completions, reference_image, others, **_):
+        found.extend(zip(reference_image, others, strict=True))
+        return [float(len(set(str(one)))) for one in completions]
+
+    pixels = [pil.new("RGB", (30 + at, 20)) for at in range(4)]
+    prompt = [{"role": "user", "content": "Describe"}]
+    own = {"image": pil.new("RGB", (40, 60))} if has_images else {}
+    records = [
+        {"prompt": prompt, **own, "reference_image": one, "others": {"several": [one, one], "name": "a"}}
+        for one in pixels
+    ]
+    dataset = records
+    if is_dataset:
+        features = {"reference_image": Image(), "others": {"several": [Image()], "name": Value("string")}}
+        text = {"prompt": [{"role": Value("string"), "content": Value("string")}]}
+        images = {"image": Image()} if has_images else {}
+        dataset = Dataset.from_list(records, features=Features({**text, **images, **features}))
+    trainer_of(workspace, tmp_path, rewards, dataset).train()
+    assert found
+    for image, others in found:
+        assert image.height == 20
+        assert [one.size for one in others["several"]] == [image.size] * 2
+        assert others["name"] == "a"

@@ -34,6 +34,8 @@ MEDIA_READER = MediaReader()
 """Reader of the images of a script: paths relative to the working directory, and only the limits of the processor."""
 MEDIA = ("image", "images", "video", "videos")
 """Columns of images and videos."""
+IMAGE_FILE = "<image file>"
+"""Key of the path of an image in a column that is passed to reward functions only."""
 PLACEHOLDERS_MASKED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
@@ -72,28 +74,63 @@ def has_images(sample: Mapping[str, Any]) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts)
 
 
+def image_columns(dataset: Any) -> list[str]:
+    """Return the columns of a dataset with images, also in lists and mappings. [] for a list of records."""
+    columns = getattr(dataset, "features", None) or {}
+    return [name for name, kind in columns.items() if "Image(" in repr(kind)]
+
+
 def with_encoded_images(dataset: Any) -> Any:
     """Return the dataset with undecoded images, because ``datasets`` would decode each image when a row is read."""
-    columns = getattr(dataset, "features", None) or {}
-    images = [name for name, kind in columns.items() if "Image(" in repr(kind)]
-    for name in images:
-        dataset = dataset.cast_column(name, _undecoded_feature(columns[name]))
+    for name in image_columns(dataset):
+        dataset = dataset.cast_column(name, _undecoded_feature(dataset.features[name]))
     return dataset
 
 
-def with_loaded_images(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Replace paths by Pillow images, which TRL passes to reward functions. Completions of a prompt share its images.
+def with_image_files(value: Any, place: str, is_encoded: bool) -> Any:
+    """Return a value of a column with its images replaced by ``{IMAGE_FILE: path}``, which JSON can hold.
 
     Args:
-        columns: the values of all completions, by the name of the column.
+        place: name of the column, for messages.
+        is_encoded: whether the column has undecoded images of ``datasets``: ``{"bytes": ..., "path": ...}``.
+
+    Raises:
+        BadImage: if an image cannot be read.
+    """
+    if is_encoded and isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        return None if value["bytes"] is value["path"] is None else {IMAGE_FILE: MEDIA_READER.image(value, place).path}
+    if _is_pillow_image(value):
+        return {IMAGE_FILE: MEDIA_READER.image(value, place).path}
+    if isinstance(value, Mapping):
+        return {name: with_image_files(one, place, is_encoded) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_image_files(one, place, is_encoded) for one in value]
+    return value
+
+
+def _is_pillow_image(value: Any) -> bool:
+    return hasattr(value, "getexif") and callable(getattr(value, "save", None))
+
+
+def with_loaded_images(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace files by Pillow images, which TRL passes to reward functions. Completions of a prompt share its images.
+
+    Args:
+        columns: values by the name of the column: of one record, or the values of all completions. Those of the images
+            of prompts are paths, others have the form of ``with_image_files``.
     """
     load = cache(_loaded)
-    return {
-        name: [[*map(load, one)] if isinstance(one, list) else one and load(one) for one in values]
-        if name in MEDIA
-        else values
-        for name, values in columns.items()
-    }
+
+    def loaded(value: Any, is_path: bool) -> Any:
+        if isinstance(value, Mapping):
+            if value.keys() == {IMAGE_FILE}:
+                return load(value[IMAGE_FILE])
+            return {name: loaded(one, False) for name, one in value.items()}
+        if isinstance(value, list):
+            return [loaded(one, is_path) for one in value]
+        return load(value) if is_path and value else value
+
+    return {name: loaded(values, name in MEDIA) for name, values in columns.items()}
 
 
 def _loaded(path: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 from burnish.config.errors import UserError
 from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.images.family import Family
+from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import with_parts
 from burnish.data.sets.images import content_of, with_images, with_paths
 from burnish.data.sets.records import BadRecord, Layout, Record
@@ -32,7 +33,7 @@ from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.tools import Environments
-from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
+from burnish.trainer.trl.vision import MEDIA, MEDIA_READER, image_columns, with_encoded_images, with_image_files
 from burnish.trainer.trl.vision import has_images as has_images_in
 
 _ROLES: Mapping[str, RoleName] = {"assistant": "assistant", "tool": "observation", "system": "system"}
@@ -90,11 +91,10 @@ def prompt_rows(
         columns = ", ".join(dataset.column_names)
         raise UserError(f'The {name} dataset requires a column "prompt". Received the columns: {columns}.')
     stats, has_images = DataStats(), getattr(objective.template, "family", None) is not None
-    if has_images and not is_list:
-        dataset = with_encoded_images(dataset)
+    encoded = frozenset(image_columns(dataset))
     examples = [
-        _example(record, f"{name} dataset", at + 1, variables or {}, tools, has_images)
-        for at, record in enumerate(dataset)
+        _with_image_files(_example(record, f"{name} dataset", at + 1, variables or {}, tools, has_images), encoded)
+        for at, record in enumerate(with_encoded_images(dataset))
     ]
     stats.seen += len(examples)
     rows = objective.encode(examples, stats)
@@ -154,6 +154,19 @@ def _example(
     )
     example = Example(messages, tools=tools, source=source, number=number, extra=extra)
     return _with_images(record, example) if has_images else example
+
+
+def _with_image_files(example: Example, encoded: Container[str]) -> Example:
+    """Return the example with the images of columns that are not part of its prompt as files."""
+    own = ("prompt", *MEDIA)
+    try:
+        extra = {
+            name: value if name in own else with_image_files(value, name, name in encoded)
+            for name, value in example.extra.items()
+        }
+    except BadImage as error:
+        raise UserError(f"{str(error).rstrip('.')}.", where=example.place) from error
+    return replace(example, extra=extra)
 
 
 def _with_images(record: Mapping[str, Any], example: Example) -> Example:

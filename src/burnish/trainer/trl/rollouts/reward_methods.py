@@ -59,8 +59,7 @@ class RewardMethods(RolloutAttributes):
         completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], **request: Any,
     ) -> RewardTable:  # fmt: skip
         """Return the rewards of this rank's completions, using the method that a script may override."""
-        if self.family is not None:
-            columns = with_loaded_images(columns)
+        columns = with_loaded_images(columns)
         inputs = [
             {"prompt": prompt, **{name: values[at] for name, values in columns.items()}}
             for at, prompt in enumerate(prompts)

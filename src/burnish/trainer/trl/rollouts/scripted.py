@@ -37,6 +37,7 @@ from burnish.rollouts.samples import (
 )
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.trl.preferences.scripted import PaddedObjective, ScriptedBatch
+from burnish.trainer.trl.vision import with_loaded_images
 
 _NUMBERS = {
     "old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "sampler_logps": "sampling_per_token_logps",
@@ -333,7 +334,7 @@ class _GenerationRequest:
     def records(self) -> list[dict[str, Any]]:
         """The record of each completion, with its prompt."""
         found = [json.loads(row["record"]) for row in self.rows for _ in range(self.count)]
-        return [{"prompt": one["prompt"], **one["columns"]} for one in found]
+        return [{"prompt": one["prompt"], **with_loaded_images(one["columns"])} for one in found]
 
     def places(self, count: int) -> list[int]:
         """Return the places of ``count`` completions, ordered by their prompts as without an override."""

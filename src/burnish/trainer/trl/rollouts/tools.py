@@ -28,6 +28,7 @@ from burnish.rollouts.completions import Completion, CompletionLimits, Completio
 from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 from burnish.trainer.notes import logger
+from burnish.trainer.trl.vision import with_loaded_images
 
 Tool = Callable[..., Any]
 _LONGEST_RUN = 1 << 30
@@ -416,6 +417,7 @@ class Environments:
         columns = {
             key: value for key, value in record["columns"].items() if not (self.is_named and key == "environment")
         }
+        columns = with_loaded_images(columns)
         try:
             observed = call_function(
                 partial(environment.reset, **{"prompt": record["prompt"], **columns}), timeout_s, name
