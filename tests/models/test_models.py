@@ -27,6 +27,7 @@ from burnish.models.options import ModelOptions
 from burnish.models.save import save_model
 from burnish.models.tokens import check_vocabulary, load_tokenizer, resize_embeddings
 from burnish.parallel.single import ParallelOptions, SingleProcess, set_precision
+from burnish.trainer.methods.files import write_gathered, write_model
 from burnish.utils.patching import patch_summary
 from small_run import make_model
 from tiny_models import CONFIGS, VOCABULARY, saved_model, tiny_model, tiny_tokenizer, token_ids
@@ -363,6 +364,38 @@ def test_large_model_is_saved_in_shards_with_an_index(tmp_path):
     assert len(set(index["weight_map"].values())) > 1
     assert check_model(options(tmp_path)) == []
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("whole", [None, lambda tensor: tensor])
+@pytest.mark.parametrize("sizes", [("5GB", 20_000), (20_000, "5GB"), (20_000, 60_000)], ids=str)
+def test_saved_model_replaces_one_with_other_shards(tmp_path, sizes, whole):
+    models = [tiny_model(), tiny_model(seed=1)]
+    for model, size in zip(models, sizes, strict=True):
+        save_model(model, tiny_tokenizer(), tmp_path, max_shard_size=size, whole=whole)
+    saved, expected = AutoModelForCausalLM.from_pretrained(tmp_path), models[1].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.state_dict().items())
+    index = tmp_path / "model.safetensors.index.json"
+    written = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {path.name for path in tmp_path.glob("model*")} == written | ({index.name} if index.exists() else set())
+
+
+def test_trainer_replaces_a_sharded_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size=20_000)
+    write_model(tiny_model(seed=1), tmp_path, None)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+    tiny_model().save_pretrained(tmp_path, max_shard_size=20_000)
+    write_gathered(tiny_model(seed=1), tmp_path, lambda tensor: tensor, True)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+def test_earlier_shards_are_kept_if_saving_fails(tmp_path, monkeypatch):
+    save_model(tiny_model(), tiny_tokenizer(), tmp_path, max_shard_size=20_000)
+    before = {path.name for path in tmp_path.iterdir()}
+    model = tiny_model()
+    monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_model(model, tiny_tokenizer(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_saved_folder_has_generation_files_and_no_pickle(tmp_path):

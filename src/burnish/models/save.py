@@ -11,6 +11,7 @@ precision in which they were loaded.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from burnish.models.images.processor import copy_companions
 from burnish.models.quiet import suppress_loading_messages
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
+from burnish.models.source import files_of_tensors
 from burnish.utils.work import progress
 
 if TYPE_CHECKING:
@@ -64,7 +67,8 @@ def save_model(
         else:
             if tokenizer is not None:
                 align_special_tokens(model, tokenizer, stop_token_ids)
-            _save_whole(model, folder, dtype, max_shard_size, whole, writes)
+            with replacing_weights(folder) if writes else nullcontext():
+                _save_whole(model, folder, dtype, max_shard_size, whole, writes)
         if not writes:
             return
         if tokenizer is not None:
@@ -86,6 +90,34 @@ def whole_or_nothing(folder: Path) -> Iterator[None]:
             for path in set(folder.iterdir()) - there:
                 if path.is_file():
                     path.unlink()
+
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@contextmanager
+def replacing_weights(folder: Path) -> Iterator[None]:
+    """Remove the weights of an earlier model from ``folder`` once a full model is written there.
+
+    Shards do not overwrite a single ``model.safetensors``, which libraries load first, and a single file does not
+    overwrite shards and their index.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    earlier = index.with_name(f"{index.name}.earlier")
+    if index.is_file():
+        index.replace(earlier)
+    try:
+        yield
+    except BaseException:
+        if earlier.is_file():
+            earlier.replace(index)
+        raise
+    earlier.unlink(missing_ok=True)
+    written = set(files_of_tensors(index).values()) if index.is_file() else {SAFE_WEIGHTS_NAME}
+    if all((folder / name).is_file() for name in written):
+        for path in folder.glob("model*.safetensors"):
+            if _WEIGHTS.fullmatch(path.name) and path.name not in written:
+                path.unlink()
 
 
 def save_config(model: nn.Module, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from burnish.adapters.base import FinetuningOptions, ModelState, model_state
 from burnish.adapters.full import FullAdapter
 from burnish.adapters.peft import PeftAdapter, PeftOptions, is_peft_model, name_base
 from burnish.config.secrets import mask_json
-from burnish.models.save import SHARD_SIZE, save_config
+from burnish.models.save import SHARD_SIZE, replacing_weights, save_config
 from burnish.models.save_gathered import save_gathered, trained_weights_whole
 from burnish.report import results
 from burnish.run.hub import LOCAL_FILES
@@ -183,12 +184,14 @@ class TrainerModel(ModelState):
 def write_model(model: Any, folder: Path, state_dict: dict[str, Any] | None) -> None:
     """Save weights and config for ``from_pretrained``. Only the weights if the model has no ``save_pretrained``."""
     folder.mkdir(parents=True, exist_ok=True)
-    if is_peft_model(model):
+    is_adapter = is_peft_model(model)
+    if is_adapter:
         name_base(model)
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained(str(folder), **({} if state_dict is None else {"state_dict": state_dict}))
-    else:
-        save_file(state_dict or model_state(model), folder / "model.safetensors", metadata={"format": "pt"})
+    with nullcontext() if is_adapter else replacing_weights(folder):
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(str(folder), **({} if state_dict is None else {"state_dict": state_dict}))
+        else:
+            save_file(state_dict or model_state(model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
@@ -200,7 +203,8 @@ def write_gathered(model: Any, folder: Path, whole: Any, writes: bool) -> None:
             if writes:
                 model.save_pretrained(str(folder))
         return
-    save_gathered(model, folder, None, SHARD_SIZE, whole, writes)
+    with replacing_weights(folder) if writes else nullcontext():
+        save_gathered(model, folder, None, SHARD_SIZE, whole, writes)
     if writes and hasattr(model, "config"):
         save_config(model, folder)
 

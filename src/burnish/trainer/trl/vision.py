@@ -120,17 +120,17 @@ def with_loaded_images(columns: Mapping[str, Any]) -> dict[str, Any]:
             of prompts are paths, others have the form of ``with_image_files``.
     """
     load = cache(_loaded)
+    return {name: _with_loaded(values, name in MEDIA, load) for name, values in columns.items()}
 
-    def loaded(value: Any, is_path: bool) -> Any:
-        if isinstance(value, Mapping):
-            if value.keys() == {IMAGE_FILE}:
-                return load(value[IMAGE_FILE])
-            return {name: loaded(one, False) for name, one in value.items()}
-        if isinstance(value, list):
-            return [loaded(one, is_path) for one in value]
-        return load(value) if is_path and value else value
 
-    return {name: loaded(values, name in MEDIA) for name, values in columns.items()}
+def _with_loaded(value: Any, is_path: bool, load: Callable[[str], Any]) -> Any:
+    if isinstance(value, Mapping):
+        if value.keys() == {IMAGE_FILE}:
+            return load(value[IMAGE_FILE])
+        return {name: _with_loaded(one, False, load) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_loaded(one, is_path, load) for one in value]
+    return load(value) if is_path and value else value
 
 
 def _loaded(path: str) -> Any:
