@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from burnish import cli
 from burnish.parallel import multi_process as parallel
-from burnish.parallel import precision, selection
+from burnish.parallel import precision, process_counts, selection
 from burnish.parallel import single as base
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.checks import check_parallel, parallel_notes
@@ -104,6 +105,7 @@ def test_dtype_of_accelerate_launch_is_used_if_options_set_none(monkeypatch):
 
 def test_accelerate_launch_keeps_a_run_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", Path("nowhere"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     options = ParallelOptions()
     assert (device_of(options).type, world_size(options)) == ("cuda", 2)

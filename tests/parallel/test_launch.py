@@ -13,6 +13,7 @@ import pytest
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
+from burnish.parallel import process_counts
 from burnish.parallel.checks import check_parallel
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.process_counts import (
@@ -233,6 +234,7 @@ def test_run_of_two_processes_prints_as_one_program(tmp_path):
 def test_num_processes_is_the_requested_or_one_per_gpu(monkeypatch):
     for name in ("NPROC_PER_NODE", "WORLD_SIZE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", Path("nowhere"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
     assert num_gpus() == 3
     assert processes_here("auto", use_cpu=False) == 3
@@ -244,7 +246,28 @@ def test_num_processes_is_the_requested_or_one_per_gpu(monkeypatch):
     assert world_size(ParallelOptions(num_processes=8)) == 32
 
 
+@pytest.mark.parametrize(
+    ("visible", "num_visible"),
+    [
+        ("0,-1,1", 1), ("-1,0", 0), ("-1", 0), ("", 0), ("0,,1", 1), (" 1 , 0", 2), ("0,none,1", 1), ("0,0", 0),
+        ("0,1,2,3", 3), ("7,0", 0), ("GPU-1f,GPU-2e", 2), ("GPU-1f,GPU-1f", 0), ("MIG-1f", 1), ("1gpu2,2ampere", 2),
+    ],
+)  # fmt: skip
+def test_visible_gpus_are_counted_as_by_cuda(monkeypatch, tmp_path, visible, num_visible):
+    for number in range(3):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert num_gpus() == num_visible
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", tmp_path / "nowhere")
+    assert num_gpus() >= num_visible
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", tmp_path)
+    assert num_gpus() == 3
+
+
 def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(process_counts, "_NVIDIA_GPUS", Path("nowhere"))
     monkeypatch.delenv("NPROC_PER_NODE", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(2)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")

@@ -7,7 +7,9 @@ several machines without the rank of this one or the address of the first.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +22,7 @@ AUTO = "auto"
 _MAX_TESTED_CPU_PROCESSES = 8
 """Number of processes on CPUs that is accepted on any machine."""
 _DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def is_launched() -> bool:
@@ -73,17 +76,36 @@ def world_size(options: ProcessOptions) -> int:
 
 def num_gpus() -> int:
     """Number of GPUs visible to this process, without a library that would initialize them."""
+    installed = len(list(_NVIDIA_GPUS.iterdir())) if _NVIDIA_GPUS.is_dir() else None
     for variable in _DEVICE_VARIABLES:
         if variable in os.environ:
-            return len([name for name in os.environ[variable].split(",") if name.strip() not in ("", "-1")])
-    nvidia = Path("/proc/driver/nvidia/gpus")
-    if nvidia.is_dir():
-        return len(list(nvidia.iterdir()))
+            return _num_listed(os.environ[variable], installed)
+    if installed is not None:
+        return installed
     if not any(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/mem_banks/0")):
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def _num_listed(names: str, installed: int | None) -> int:
+    """Number of devices that CUDA makes visible for a list of indices and identifiers.
+
+    The list ends before the first entry that is no device, such as -1. A device that is listed twice hides all.
+
+    Args:
+        installed: number of devices of this machine, None if unknown.
+    """
+    visible: list[int | str] = []
+    for name in map(str.strip, names.split(",")):
+        index = re.match(r"[-+]?\d+", name)
+        if index is None and not name.startswith(("GPU-", "MIG-")):
+            break
+        if index is not None and not 0 <= int(index[0]) < (math.inf if installed is None else installed):
+            break
+        visible.append(name if index is None else int(index[0]))
+    return len(visible) if len(set(visible)) == len(visible) else 0
 
 
 def launcher_problems() -> list[Problem]:
