@@ -79,6 +79,20 @@ def test_required_tool_call_is_generated(loaded, grammars: Grammars) -> None:
             assert isinstance(call.arguments["n"], bool)
 
 
+def test_optional_tool_call_or_json_is_generated(loaded, grammars: Grammars) -> None:
+    offered = {"f": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}}
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": true}}\n</tool_call>'
+    for text, is_valid in ((call, True), ('{"a": 1}', True), ('{"a": 2}', False), ("Yes", False)):
+        grammar = grammars.calls_or_json("qwen", offered, schema)
+        ids = [*loaded.tokenizer(text, add_special_tokens=False)["input_ids"], loaded.stop_ids[0]]
+        assert _is_accepted(grammar._matcher, ids) is is_valid
+    with pytest.raises(UserError, match="tools cannot be combined with a JSON response with tool format"):
+        grammars.calls_or_json("lfm2", offered, schema)
+    with pytest.raises(UserError, match="not"):
+        grammars.calls_or_json("qwen", offered, {"not": {"type": "string"}})
+
+
 def test_grammar_starts_after_the_thought(loaded, grammars: Grammars) -> None:
     grammar = grammars.json_schema(SCHEMA, waits_for="</think>")
     from torch import zeros

@@ -119,6 +119,15 @@ def test_text_completion_rejects_unsupported_fields() -> None:
         assert request_error({"messages": None, **changes}, CompletionRequest).param == param
 
 
+def test_format_of_a_required_call_is_ignored_by_name() -> None:
+    body = {**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}}
+    named = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+    for choice, ignored in (("required", ("response_format",)), (named, ("response_format",)), ("auto", ())):
+        assert read_request(ChatRequest, {**body, "tool_choice": choice}, 8, is_strict=False).ignored == ignored
+    text = {**body, "response_format": {"type": "text"}, "tool_choice": "required"}
+    assert read_request(ChatRequest, text, 8, is_strict=False).ignored == ()
+
+
 def test_additional_openai_client_fields_are_accepted() -> None:
     body = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "verbosity": "low", "n": None}
     result = read_request(ChatRequest, {**CHAT, **body}, 8, is_strict=True)

@@ -81,6 +81,33 @@ class Grammars:
         Raises:
             UserError: if the tool format has no grammar.
         """
+        remedy = 'Use tool_choice: "auto".'
+        start, call = self._call_rules(tool_format, offered, only_one, "a tool call cannot be required", remedy)
+        return self._match(f"start: {start}\n{call}", waits_for)
+
+    def calls_or_json(
+        self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], schema: Mapping[str, Any], *,
+        only_one: bool = False, waits_for: str = "",
+    ) -> GrammarState:  # fmt: skip
+        """Return a grammar for either calls of the offered functions or JSON that matches a schema.
+
+        Raises:
+            UserError: if the tool format has no grammar, or the schema is not supported.
+        """
+        what, remedy = "tools cannot be combined with a JSON response", 'Use tool_choice: "none" or "required".'
+        start, call = self._call_rules(tool_format, offered, only_one, what, remedy)
+        _check_size(schema)
+        text = json.dumps({**_with_exact_numbers(schema), "x-guidance": _COMPACT})
+        return self._match(f"start: {start} | answer\n{call}answer: %json {text}\n", waits_for)
+
+    def _call_rules(
+        self, tool_format: str, offered: Mapping[str, Mapping[str, Any]], only_one: bool, refusal: str, remedy: str
+    ) -> tuple[str, str]:
+        """Return the expression of one or several calls, and the rule of the JSON of a call.
+
+        Raises:
+            UserError: with ``refusal`` and ``remedy`` if the tool format has no grammar.
+        """
         row = TOOL_FORMATS[tool_format].grammar if tool_format else None
         if row is None:
             known = ", ".join(member.name for member in TOOL_FORMATS if member.value.grammar)
@@ -89,15 +116,14 @@ class Grammars:
                 if tool_format
                 else "because the format of the model's tool calls is unknown"
             )
-            what = f"a tool call cannot be required {written}."
-            raise UserError(what, remedy=f'Use tool_choice: "auto". Supported formats: {known}.', option="tool_format")
+            what = f"{refusal} {written}."
+            raise UserError(what, remedy=f"{remedy} Supported formats: {known}.", option="tool_format")
         _check_size(offered)
         each = {"anyOf": [_call_schema(name, schema, row.arguments) for name, schema in offered.items()]}
         one = f"{self._literal(row.opens)} call {self._literal(row.closes)}".strip()
         is_single = only_one or row.between is None
         start = one if is_single else f"{one} ({self._literal(row.between or '')} {one})*"
-        text = f"start: {start}\ncall: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
-        return self._match(text, waits_for)
+        return start, f"call: %json {json.dumps({**each, 'x-guidance': _COMPACT})}\n"
 
     def _literal(self, text: str) -> str:
         """Return ``text`` in llguidance's notation, with control tokens as tokens, since text would not match them."""

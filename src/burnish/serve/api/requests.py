@@ -85,6 +85,13 @@ class ResponseFormat(Body):
             raise problem("missing_required_parameter", "is required.", ".json_schema")
         return self
 
+    @property
+    def schema_(self) -> dict[str, Any] | None:
+        """The schema of a JSON response, None for text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
 
 class StreamingOptions(Body):
     include_usage: bool = False
@@ -221,9 +228,12 @@ class ChatRequest(BaseRequest):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # Schemas are enforced for required calls only.
-        is_strict = not self.required and any(tool.function.strict for tool in self.tools)
-        return (*super().ignored, *(("tools.function.strict",) if is_strict else ()))
+        wants_json = self.response_format is not None and self.response_format.schema_ is not None
+        # Schemas are enforced for required calls, and for calls instead of a JSON response.
+        is_strict = not self.required and not wants_json and any(tool.function.strict for tool in self.tools)
+        is_call = bool(self.required) and wants_json
+        unused = {"tools.function.strict": is_strict, "response_format": is_call}
+        return (*super().ignored, *(name for name, is_unused in unused.items() if is_unused))
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)

@@ -151,21 +151,21 @@ class ServedModel:
         Raises:
             APIError: 400 for an unsupported schema or tool format.
         """
-        response_format, form = request.response_format, self.loaded.form
+        form, schema = self.loaded.form, None if request.response_format is None else request.response_format.schema_
         calls = request.required if isinstance(request, ChatRequest) else []
-        if (response_format is None or response_format.type == "text") and not calls:
+        if schema is None and not calls:
             return None
         param = "tool_choice" if calls else "response_format"
         is_open = isinstance(request, ChatRequest) and opens_thought(prompt, form, self.loaded.tokenizer)
         waits_for = form.thought_words[1] if is_open else ""
         try:
-            if isinstance(request, ChatRequest) and calls:
+            if isinstance(request, ChatRequest) and request.offered:
                 only_one = not request.parallel_tool_calls or not isinstance(request.tool_choice, str)
-                offered = schemas_of(calls)
-                return self.grammars.calls(form.tool_format, offered, only_one=only_one, waits_for=waits_for)
-            if response_format is not None and response_format.json_schema is not None:
-                return self.grammars.json_schema(response_format.json_schema.schema_, waits_for)
-            return self.grammars.json_object(waits_for)
+                allowed, grammars = schemas_of(calls or request.offered), self.grammars
+                if schema is None or calls:  # a required call has no text, so the format of text does not apply
+                    return grammars.calls(form.tool_format, allowed, only_one=only_one, waits_for=waits_for)
+                return grammars.calls_or_json(form.tool_format, allowed, schema, only_one=only_one, waits_for=waits_for)
+            return self.grammars.json_schema(schema or {}, waits_for)
         except UserError as error:
             raise APIError(400, "unsupported_parameter", f'"{param}": {error}', param=param) from error
 
