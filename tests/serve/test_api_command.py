@@ -18,6 +18,7 @@ import pytest
 import burnish
 from burnish.config.errors import UserError
 from burnish.serve.api.command import in_thread, read_options, with_adapters
+from burnish.serve.http.sockets import listen_unix
 from serve.client import send
 
 pytestmark = pytest.mark.run
@@ -114,8 +115,8 @@ def test_non_loopback_bind_generates_a_key_and_prints_it_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_unix_socket_replaces_a_port(tmp_path: Path, is_removed: bool) -> None:
+@pytest.mark.parametrize(("is_removed", "is_replaced"), [(False, False), (True, False), (True, True)])
+def test_unix_socket_replaces_a_port(tmp_path: Path, is_removed: bool, is_replaced: bool) -> None:
     path = tmp_path / "engine.sock"
     process = Process(MODEL, f"api_socket={path}")
     until = time.monotonic() + 120
@@ -128,8 +129,11 @@ def test_unix_socket_replaces_a_port(tmp_path: Path, is_removed: bool) -> None:
         assert b'"status":"ready"' in raw.makefile("rb").read()
     if is_removed:  # by somebody else, while the server runs
         path.unlink()
+    other = listen_unix(str(path)) if is_replaced else None
     assert process.ended() == 128 + signal.SIGTERM
-    assert not path.exists()
+    assert path.exists() is (other is not None)
+    if other is not None:
+        other.close()
 
 
 def test_work_that_outlives_the_server_ends_silently(monkeypatch) -> None:

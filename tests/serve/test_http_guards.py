@@ -21,7 +21,7 @@ from burnish.serve.api.options import ApiOptions, check_api, from_environment, n
 from burnish.serve.http.connections import PIECE_BYTES, LimitedProtocol
 from burnish.serve.http.guards import new_key, path_prefix, same_key
 from burnish.serve.http.hosts import host_name, is_loopback
-from burnish.serve.http.sockets import listen, listen_unix, shown_address
+from burnish.serve.http.sockets import file_identity, listen, listen_unix, remove_own_socket, shown_address
 from serve.client import CHAT, post, send
 
 KEY = "canary-key-0123456789"
@@ -238,6 +238,20 @@ def test_unix_socket_is_accessible_only_to_its_owner(tmp_path: Path) -> None:
     for impossible in (f"{path}/inner.sock", f"{tmp_path}/{'a' * 300}"):
         with pytest.raises(UserError, match="Cannot create the socket"):
             listen_unix(impossible)
+
+
+def test_socket_of_a_later_server_is_not_removed(tmp_path: Path) -> None:
+    path = str(tmp_path / "engine.sock")
+    first = listen_unix(path)
+    identity = file_identity(path)
+    first.close()
+    second = listen_unix(path)
+    remove_own_socket(path, identity)
+    assert Path(path).is_socket()
+    remove_own_socket(path, file_identity(path))
+    assert not Path(path).exists()
+    remove_own_socket(path, identity)
+    second.close()
 
 
 def test_servers_avoid_vulnerable_starlette_apis() -> None:

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.config.bounds import SERVED_RENDERING_S
@@ -59,7 +58,7 @@ def api(argv: Sequence[str]) -> int:
         from burnish.serve.api.app import ServerState
         from burnish.serve.http.guards import new_key
         from burnish.serve.http.server import log_to_stderr
-        from burnish.serve.http.sockets import listen, listen_unix
+        from burnish.serve.http.sockets import file_identity, listen, listen_unix, remove_own_socket
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "burnish api", "serve") from error
     key = options.api_key or (new_key() if needs_key(options) else None)
@@ -68,6 +67,7 @@ def api(argv: Sequence[str]) -> int:
         if options.api_socket
         else listen(options.api_host, options.api_port, "api_port")
     )
+    own_file = file_identity(options.api_socket) if options.api_socket else None
     log_to_stderr()
     logging.getLogger("burnish").setLevel(logging.INFO)
     state = ServerState()
@@ -76,7 +76,7 @@ def api(argv: Sequence[str]) -> int:
         status = asyncio.run(_serve(argv, options, state, key, found))
     finally:
         if options.api_socket:
-            Path(options.api_socket).unlink(missing_ok=True)
+            remove_own_socket(options.api_socket, own_file)
     if state.phase == "loading":  # the loading thread would crash while its libraries are unloaded
         say("", sys.stdout, end="")  # flush
         os._exit(status)

@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import stat
+from contextlib import suppress
 
 from burnish.config.errors import Problem, UserError
 
@@ -70,6 +71,27 @@ def listen_unix(path: str) -> socket.socket:
         found.close()
         raise UserError(f'Cannot create the socket "{path}": {error.strerror or error}.') from error
     return found
+
+
+def file_identity(path: str) -> tuple[int, int, int] | None:
+    """Return what distinguishes the file at a path from a later one, None if there is none. The number of a removed
+    file may be reused, so the time is part of it."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def remove_own_socket(path: str, identity: tuple[int, int, int] | None) -> None:
+    """Remove the file of a socket of this process, unless another server has created one at the same path since.
+
+    Args:
+        identity: ``file_identity`` of the socket after ``listen_unix``.
+    """
+    if identity is not None and file_identity(path) == identity:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _remove_stale_socket(path: str) -> None:
