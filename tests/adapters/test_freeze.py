@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from burnish.adapters.base import (
     ADAPTERS,
@@ -358,3 +359,10 @@ def test_folder_of_an_oft_adapter_is_recognized_before_its_fields(tmp_path):
     with pytest.raises(UserError, match="uses the method OFT") as raised:
         read_adapter_config(tmp_path)
     assert raised.value.problems[0].remedy == "Set finetuning_type: oft."
+
+
+def test_module_whose_name_begins_with_that_of_the_layers_is_outside_of_them():
+    model = tiny_model(num_hidden_layers=4)
+    model.model.layers_gate = nn.Linear(4, 4)
+    names = trainable_names(model=model, freeze_trainable_layers=0, freeze_extra_modules=["layers_gate"])
+    assert names == {"model.layers_gate.weight", "model.layers_gate.bias"}

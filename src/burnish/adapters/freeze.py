@@ -151,5 +151,5 @@ def _modules_outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     """Yield (last part of the name, module) for modules with parameters outside of the layers."""
     path, _ = decoder_layers(model)
     for name, module in model.named_modules():
-        if not name.startswith(path) and next(module.parameters(recurse=False), None) is not None:
+        if not f"{name}.".startswith(f"{path}.") and next(module.parameters(recurse=False), None) is not None:
             yield name.split(".")[-1], module
