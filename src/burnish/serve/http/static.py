@@ -7,6 +7,7 @@ modules can import each other by name.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from burnish.serve.http.errors import APIError
 
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json",
           ".woff2": "font/woff2"}  # fmt: skip
+_COMMENTS = re.compile(rb"^[ \t]*//[^\n]*|/\*\*\s.*?\*/ ?", re.MULTILINE | re.DOTALL)
+"""Comments of a script: whole lines, and JSDoc."""
 
 
 class MemoryFiles:
@@ -30,7 +33,7 @@ class MemoryFiles:
 
     def __init__(self, folders: Sequence[Path], joined: Mapping[str, Sequence[str]]) -> None:
         paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in _KINDS]
-        self.files = {path.name: (path.read_bytes(), _KINDS[path.suffix]) for path in paths}
+        self.files = {path.name: (_content(path), _KINDS[path.suffix]) for path in paths}
         for name, parts in joined.items():
             assert name not in self.files, f"the name {name} is taken"
             self.files[name] = (b"\n".join(self.files[part][0] for part in parts), _KINDS[Path(name).suffix])
@@ -48,3 +51,12 @@ class MemoryFiles:
         if not kind or request.path_params["version"] != self.version:
             raise APIError(404, "unknown_url", "This URL does not exist.")
         return Response(body, headers={"cache-control": "public, max-age=31536000, immutable"}, media_type=kind)
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a file. Scripts lose their comments, which are a fifth of their compressed size, and keep
+    their line numbers."""
+    body = path.read_bytes()
+    if path.suffix != ".js" or path.stem.endswith(".min"):
+        return body
+    return _COMMENTS.sub(lambda comment: b"\n" * comment[0].count(b"\n"), body)
