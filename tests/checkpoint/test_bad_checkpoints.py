@@ -127,6 +127,7 @@ ANOTHER_RUN = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("command", ["train", "explain"])
 @pytest.mark.parametrize("case", ANOTHER_RUN, ids=str)
 def test_different_run_is_rejected_and_checkpoints_are_unchanged(
@@ -143,6 +144,7 @@ def test_different_run_is_rejected_and_checkpoints_are_unchanged(
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("argv", [["optim=sgd"], ["use_badam=true"], ["optim=adafactor"]], ids=str)
 def test_optimizer_state_of_another_optimizer_is_rejected(
     argv: list[str], stopped_copy: Path, capsys: pytest.CaptureFixture[str]

@@ -34,6 +34,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_at", [1, 5, 11, 14])
 def test_resume_gives_same_weights_and_log(tmp_path, variant, stop_at):

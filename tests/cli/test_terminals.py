@@ -111,6 +111,7 @@ def test_file_text_cannot_control_the_terminal(print_message: Any, capsys: pytes
     assert '"␛[2J␀\ufffd31m\ufffd"}\n\tcolumn' in "".join(capsys.readouterr())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("delay_s", [0.25, 1.2, *slow(0.6, 2.0)])
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_ctrl_c_before_first_step_prints_one_line(delay_s: float, command: str, user_folder: Path) -> None:

@@ -54,7 +54,7 @@ def explain(tmp_path, monkeypatch, capsys):
     return explain
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

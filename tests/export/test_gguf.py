@@ -57,6 +57,7 @@ def reads_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("burnish.export.export.merged_model", None)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(("gguf_type", "bound"), [("f32", 1e-3), ("q8_0", 2e-2)])
 def test_transformers_reads_exported_gguf_back(tmp_path: Path, kind: str, gguf_type: str, bound: float) -> None:

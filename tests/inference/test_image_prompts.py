@@ -53,6 +53,7 @@ def request_of(vision_model, row, ids=None):
     return GenerationRequest(ids or row["input_ids"], MAX_NEW_TOKENS, images=images, content_hashes=hashes)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("piece", [512, 7])
 def test_responses_match_transformers(vision_model, monkeypatch, piece):
     monkeypatch.setattr("burnish.inference.scheduler.MAX_CHUNK_TOKENS", piece)
@@ -95,6 +96,7 @@ def test_cached_prefix_is_not_reused_for_another_image(vision_model):
     assert again == first
 
 
+@pytest.mark.sample(2)
 def test_vision_tower_does_not_run_for_cached_images(vision_model, monkeypatch):
     row = next(row for row in vision_model.prompts if row["images"])
     loop = Scheduler(vision_model.model, SlotLimits(2, 512))

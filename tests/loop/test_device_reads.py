@@ -62,7 +62,7 @@ def make_meta_run(folder, **overrides):
     return run, planned.options
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [

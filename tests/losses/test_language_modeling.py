@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("size", [8, 2, 1], ids=["1 x 8", "4 x 2", "8 x 1"])
 @pytest.mark.parametrize("family", representative(["llama", "qwen2"], 1))

@@ -73,6 +73,7 @@ def part_of_golden(name: str) -> str:
     return "vision" if any(word in name for word in ("vision", "visual", "image_newline")) else "language"
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("collation", ["flat", "shared", "padded"])
 @pytest.mark.parametrize("family", FIRST)
 def test_step_has_loss_and_gradients_of_transformers(models, family, collation):

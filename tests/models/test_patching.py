@@ -171,6 +171,7 @@ def planned(folder: Path, **options: object) -> Plan:
     return plan({name: RawValue(value, "the command line") for name, value in overrides.items()})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.run
 @pytest.mark.parametrize("name", RUNS)
 def test_explain_lists_the_patches_of_the_run(
@@ -201,6 +202,7 @@ def kinds_in(text: str) -> list[tuple[str, str]]:
     return [(number, kind.strip()) for number, kind in result]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.run
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"finetuning_type": "lora", "lora_rank": 4}, {"packing": True}]

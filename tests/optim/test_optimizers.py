@@ -116,6 +116,7 @@ def test_optimizer_updates_weights_and_reduces_the_loss(name):
     assert (forward(training.model, x) - 1).square().mean() < first
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_resumed_optimizer_is_bitwise_equal(name):
     whole = Training(name).run(8).weights()
@@ -160,6 +161,7 @@ def test_weight_decay_shrinks_matrices(name):
     assert decayed[matrix].norm() < 0.999 * plain[matrix].norm()
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_each_adam_setting_is_used_or_reported_as_unused(name):
     """A setting changes the result, or a note says that it has no effect."""

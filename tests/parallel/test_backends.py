@@ -449,6 +449,7 @@ def check_two_ranks_of_a_language_model(folder):
     engine.barrier()
 
 
+@pytest.mark.slow
 def test_two_processes_give_language_model_gradients_of_one(two_process_results):
     from tiny_shapes import tiny
     from training_step import gradients, rows

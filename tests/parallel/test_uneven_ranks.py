@@ -188,7 +188,6 @@ def test_evaluation_on_two_ranks_matches_one(rank_results, number):
     assert one["eval_rows"] == 11 if number == "stream" else one["eval_rows"] == int(number)
 
 
-@pytest.mark.slow
 def test_predictions_are_in_row_order_without_duplicates(rank_results):
     one, first, second = rank_results
     for number in (10, 11, 3, 1):

@@ -48,6 +48,7 @@ def collate_scored(rows):
 KINDS = {"DPOTrainer": collate_pairs, "KTOTrainer": collate_labelled, "RewardTrainer": collate_scored}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_a_trl_padding_collator_train_like_burnish_rows(kind, folder, tmp_path):
     own = losses(make(kind, folder / "model", tmp_path / "own"))

@@ -62,7 +62,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("change", "beside"), CHANGES, ids=lambda value: next(iter(value), "alone"))
 def test_each_pair_option_changes_the_loss(workspace, monkeypatch, baseline, change, beside):
     before = baseline(beside)

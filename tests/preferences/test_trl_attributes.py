@@ -225,6 +225,7 @@ def test_single_kto_example_is_compared_with_itself(folder, tmp_path):
     assert losses(trainer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer"])
 def test_beta_set_by_a_script_applies_from_the_next_step(kind, folder, tmp_path):
     changed, constant = (

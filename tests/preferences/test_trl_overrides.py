@@ -105,7 +105,7 @@ OTHER_METHODS = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "name", "takes_model"),
     [
@@ -125,6 +125,7 @@ def test_trl_method_override_is_called_and_changes_nothing(kind, name, takes_mod
         assert custom.seen[name][1] == PADDED[kind]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
 def test_cpo_losses_equal_those_of_its_method(loss_type, folder, tmp_path):
     options = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
@@ -276,6 +277,7 @@ def test_prepare_input_receives_trl_batch(kind, folder, tmp_path):
     assert metrics["eval_loss"] == pytest.approx(expected_metrics["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_loaders_of_a_script_have_padded_batches_that_its_own_loop_can_train(kind, folder, tmp_path):
     rows = as_dataset(labelled_examples(5) if kind == "KTOTrainer" else pairs(5))
@@ -296,6 +298,7 @@ def test_loaders_of_a_script_have_padded_batches_that_its_own_loop_can_train(kin
     assert output.metrics["eval_loss"] == pytest.approx(expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_own_loaders_with_the_collator_of_the_trainer_change_nothing(kind, folder, tmp_path):
     class OwnLoaders:

@@ -320,6 +320,7 @@ LOGGED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_evaluation_has_trl_names_and_does_not_depend_on_batches(kind, folder, tmp_path):
     rows, result = as_dataset(labelled_examples(7) if kind == "KTOTrainer" else pairs(7)), []
@@ -526,7 +527,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "change"), CHANGES, ids=str)
 def test_each_argument_changes_the_loss(kind, change, folder, tmp_path):
     options = {"ref_model": str(folder / "model")} if kind in ("DPOTrainer", "KTOTrainer") else {}

@@ -87,6 +87,7 @@ def test_reward_functions_receive_paths_and_parts(workspace, tmp_path):
     assert max(line["prompt"].count("<|image_pad|>") for line in lines) == 2  # one mark per image
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", representative_slow(["qwen2_5_vl", "paligemma", "gemma3", "llava", "internvl"], 2))
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_sampled_and_trained_log_probabilities_agree(workspace, tmp_path, monkeypatch, family, padding_free):
@@ -142,6 +143,7 @@ def test_run_resumed_inside_a_generation_gives_the_same_weights(workspace, tmp_p
     assert same_weights(train(options(workspace, part, **more, resume_from_checkpoint=True)), whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", ["rloo", "ppo", "online"])
 def test_other_stages_train_on_images(workspace, tmp_path, stage):
     of_stage = {"stage": "dpo", "online": True} if stage == "online" else {"stage": stage}
@@ -200,6 +202,7 @@ def trainer_of(workspace, folder, rewards, dataset, kind=GRPOTrainer, family="qw
     return kind(str(workspace / family), rewards, args, dataset, **arguments)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("column", ["image", "images"])
 def test_reward_functions_of_a_trainer_receive_pillow_images(workspace, tmp_path, kind, column):
@@ -274,6 +277,7 @@ def test_prompts_of_reward_functions_do_not_contain_images(workspace, tmp_path):
         assert seen.size == image.size
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["LA", "CMYK", "F", "I"])
 def test_pillow_images_of_other_modes_can_be_used(workspace, tmp_path, mode):
     sizes = []

@@ -57,7 +57,7 @@ def run(folder, output, kind, **options):
     return trainer, logs, evaluated
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, folder, tmp_path):
@@ -320,6 +320,7 @@ class CallsOriginal:
         return super()._generate_and_score_completions(inputs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}])
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_override_of_generation_receives_records_and_changes_nothing(kind, options, folder, tmp_path):

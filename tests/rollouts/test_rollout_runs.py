@@ -76,6 +76,7 @@ def test_first_step_of_a_generation_logs_rewards_lengths_and_times(finished_run)
     assert log[0]["clip_ratio/region_mean"] == 0  # the first step is on-policy
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stopped", [1, 3, 4])  # within a generation, in its second iteration, and between two
 def test_run_resumed_inside_a_generation_gives_the_same_weights(finished_run, tmp_path, stopped):
     folder, run = finished_run
@@ -276,6 +277,7 @@ def test_invalid_data_is_rejected_before_loading_the_model(tmp_path, monkeypatch
         train({**options, "reward_funcs": [f"{tmp_path}/my_rewards.py:often_none"]})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("record", [
     {"instruction": "1 + 1?", "output": ""},
     {"instruction": "1 + 1?", "output": None},

@@ -438,6 +438,7 @@ async def reset_later(self, **record):
     return "go"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("reset", "message"),
     [
@@ -544,6 +545,7 @@ def test_best_checkpoint_of_rollouts_is_chosen_by_reward(config, tmp_path):
 WHOLE = {"prompt_ids": [5], "completion_ids": [6, 7]}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

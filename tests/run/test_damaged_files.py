@@ -85,7 +85,7 @@ def test_damaged_model_file_is_rejected_or_harmless(
     assert status == 2 or kind in ("an empty object", "a long number")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", representative_slow(["deep", "a list", "empty"], 1))
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_damaged_file_of_earlier_run_does_not_prevent_resume(
@@ -98,6 +98,7 @@ def test_damaged_file_of_earlier_run_does_not_prevent_resume(
     json.loads(Path("out/all_results.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("name", ADAPTER_FILES)
 def test_damaged_adapter_file_is_rejected_or_harmless(
@@ -140,6 +141,7 @@ WRONG_VALUES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("name", "values"), [(name, values) for name, cases in WRONG_VALUES.items() for values in cases], ids=str
 )
@@ -202,7 +204,7 @@ OBSTACLES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", OBSTACLES)
 @pytest.mark.parametrize(
     "name",

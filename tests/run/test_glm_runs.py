@@ -66,6 +66,7 @@ def with_template_tokens(ids, tokenizer):
     return [*ids[:after], *block, *ids[after:], stop]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("gold", GOLD, ids=lambda case: f"{case['family']}-{case['case']}")
 def test_rows_with_videos_are_those_of_transformers(workspace, gold):
     row, family, tokenizer = row_of(workspace, gold["family"], gold["case"], video_fps=gold["fps"])
@@ -75,6 +76,7 @@ def test_rows_with_videos_are_those_of_transformers(workspace, gold):
     assert tokenizer.decode(learned) == "\nA shape.<|user|>"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("images", IMAGES)
 @pytest.mark.parametrize("name", GLM)
 def test_rows_with_images_are_those_of_transformers(workspace, name, images):

@@ -61,6 +61,7 @@ def videos(workspace):
     return {"dataset": str(workspace / "data" / "films.json")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "value"), [("video_max_pixels", 1100), ("video_min_pixels", 60000), ("video_fps", 0.001)]
 )

@@ -99,6 +99,7 @@ def other_dtypes(name):
     return "norm" not in name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "norms", "rest"),
     [
@@ -117,6 +118,7 @@ def test_weights_are_kept_in_requested_dtype(train, options, norms, rest):
     assert (folder / "train_results.json").is_file()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("is_fast", "options", "frozen"),
     [
@@ -153,6 +155,7 @@ TARGETS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_lora_target_selects_layers_that_peft_finds(train, name):
     options, layers, depth = TARGETS[name]
@@ -244,6 +247,7 @@ FREEZE = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FREEZE)
 def test_only_unfrozen_parameters_change(train, name):
     options, moves = FREEZE[name]

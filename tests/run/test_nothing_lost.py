@@ -48,7 +48,7 @@ def contents(folder: str = "out") -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_linked", [False, True], ids=["by name", "by link"])
 @pytest.mark.parametrize(
     "source",
@@ -444,6 +444,7 @@ def full_disk_for(name: str) -> Iterator[list[str]]:
         yield written
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("saves", ["steps", "no"])
 @pytest.mark.parametrize("name", representative_slow(REPORTS, 2))
 def test_full_disk_during_a_report_loses_only_that_report(

@@ -269,6 +269,7 @@ def test_dataset_without_trained_tokens_is_rejected_before_writing(tmp_path, cap
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", representative_slow([(4, 2), (8, 1), (1, 8)], 1))
 @pytest.mark.parametrize(
     "layout",
@@ -319,7 +320,7 @@ def test_four_real_dataset_formats_train_together(tmp_path, golden_folder):
     assert history(tmp_path / "out")[-1]["train_loss"] > 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.run
 @pytest.mark.parametrize(
     "options",

@@ -238,6 +238,7 @@ def test_named_stage_evaluates_pairs_against_the_model_before_training(all_runs:
     assert abs(json.loads(Path("named/eval_results.json").read_text())["eval_rewards/margins"]) > 1e-3
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("record", "label"),
     [

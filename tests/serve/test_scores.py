@@ -73,6 +73,7 @@ def by_transformers(folder: Path, text: str) -> float:
         return model(ids).logits.item()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_text_gets_the_score_of_its_last_token(name: str, workspace: Path, capsys: pytest.CaptureFixture) -> None:
     whole = workspace / name

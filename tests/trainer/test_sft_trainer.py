@@ -274,6 +274,7 @@ def smoothed(model, ids, labels):
     return F.cross_entropy(model(ids).logits[0, :-1].float(), labels[1:], reduction="sum", label_smoothing=0.2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("loss_of", "options"),
     [

@@ -63,6 +63,7 @@ def adapted(folder):
     return get_peft_model(llama(folder), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Trainer, SFTTrainer])
 @pytest.mark.parametrize("make", [llama, adapted])
 def test_padded_script_trains_to_same_weights_with_a_third_of_the_tokens(tmp_path, kind, make):

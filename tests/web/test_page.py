@@ -490,6 +490,7 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
         assert asyncio.run(page.site.find_runs(0.0))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("queue", [[{"number": "x"}], [{"number": 1, "values": 3}], [{}], [7], {"a": 1}])
 def test_damaged_queue_does_not_stop_the_page(page, monkeypatch, queue) -> None:
     import asyncio
