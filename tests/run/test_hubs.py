@@ -138,6 +138,7 @@ def downloads(monkeypatch, tmp_path):
             monkeypatch.setenv("no_proxy", "127.0.0.1")
             monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
             monkeypatch.setattr(constants, "ENDPOINT", address)
+            monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", address)  # read when it was imported
             url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
             monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
             return {"cache_dir": str(tmp_path / "hub_cache")}

@@ -90,7 +90,7 @@ class ScriptedEngine:
     def _run(self) -> None:
         while True:
             if not self._open:
-                self._work.wait(0.05)
+                self._work.wait()  # without a time limit: the threads of all tests stay until the end
                 self._work.clear()
             for number in list(self._open)[: self.slots]:
                 self._step(number)
