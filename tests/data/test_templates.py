@@ -150,7 +150,7 @@ def test_custom_template_renders_system_message_tools_calls_and_thoughts(tmp_pat
         ('user: "{{content}}"\nsystem: s\nuser: b', 'has the duplicate key "user", in line 1 and line 3'),
         ('user: [{"token": "a", "token": "b"}, "{{content}}"]', 'has the duplicate key "token"'),
         ("0x1: a\n1: b", 'has the duplicate key "1", in line 1 and line 2'),
-        ("user: 2001-99-99", r'mine.yaml: .*file: "2001-99-99" in line 1 has no value'),
+        ("user: 2001-99-99", r'mine.yaml: .*file: "2001-99-99" in line 1 is not a valid number or date'),
         ("", "with a mapping"),
         ('5: x\nuser: "{{content}}"', 'key "5"'),
         ('user: ["{sep}", "{{content}}"]', r"\"user\".*whose only placeholder is.*'\{sep\}'"),

@@ -102,7 +102,7 @@ def test_token_described_twice_is_rejected(model, tmp_path):
 def test_value_that_yaml_cannot_convert_is_rejected(model, tmp_path):
     path = tmp_path / "tokens.yaml"
     path.write_text("<a>: 0x_\n")
-    with pytest.raises(UserError, match=r'new token to a description. Received: "0x_" in line 1 has no value'):
+    with pytest.raises(UserError, match=r'"0x_" in line 1 is not a valid number or date'):
         load_tokenizer(ModelOptions(model_name_or_path=str(model), new_special_tokens_config=str(path)))
 
 

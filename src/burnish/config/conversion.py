@@ -242,7 +242,7 @@ def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
 
     Raises:
         DuplicateKeyError: also for too deep a nesting, and for too many values.
-        ValueError: if a scalar has the form of a number or a date, but no value. The message is a clause.
+        ValueError: if a scalar has the form of a number or a date, but is none. The message is a clause.
         yaml.YAMLError: if it is not YAML.
     """
 
@@ -263,7 +263,7 @@ def yaml_without_duplicate_keys(text: str, loader: Any) -> Any:
             try:
                 return super().construct_object(node, deep)
             except ValueError as error:  # 0x_, 2001-99-99
-                what = f'"{node.value}" in line {node.start_mark.line + 1} has no value: {error}'
+                what = f'"{node.value}" in line {node.start_mark.line + 1} is not a valid number or date: {error}'
                 raise ValueError(what) from error
 
     one = Loader(text)
