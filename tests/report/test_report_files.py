@@ -274,6 +274,15 @@ def test_dollar_signs_in_names_are_not_mathematics(tmp_path):
     assert plot_history(history, tmp_path, "run$^$1", ["a$^$b", "c"])
 
 
+def test_rewards_of_completions_are_plotted(tmp_path, request):
+    rewards = {"reward": 1.0, "rewards/accuracy/mean": 0.5, "rewards/accuracy/std": 0.1}
+    assert [path.name for path in plot_history([{"step": 1, **rewards}], tmp_path)] == ["training_rewards.png"]
+    legends = request.getfixturevalue("legends")
+    history = [{"step": step, **rewards, "rewards/format/mean": 0.5} for step in (1, 2)]
+    plot_history([*history, {"step": 2, "eval_reward": 0.9, "eval_rewards/format/mean": 0.4}], tmp_path)
+    assert legends == [["reward", "accuracy", "format", "evaluation"]]
+
+
 @pytest.fixture
 def legends(monkeypatch):
     """The texts of each legend that is drawn."""

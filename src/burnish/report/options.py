@@ -127,7 +127,7 @@ class ReportOptions(ReportFields):
         risky="it sends metrics to other machines",
     )
     disable_tqdm: bool | None = option(None, "Print each log as a plain line instead of a progress bar.")
-    plot_loss: bool = option(True, "Save a plot of the loss to output_dir/training_loss.png.")
+    plot_loss: bool = option(True, "Save plots of the loss (training_loss.png) and of other metrics to output_dir.")
     include_num_input_tokens_seen: bool | str = option(
         False, "Log the number of tokens seen so far.", choices=(True, False, "all", "non_padding", "no")
     )

@@ -1,13 +1,14 @@
 """Plots of a run, as PNG files in ``output_dir``, one per metric that was logged.
 
-The files are ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, and for preference
-training ``training_rewards.png``, ``training_rewards_accuracies.png`` and ``training_margins.png``. matplotlib is
-imported when the first plot is drawn and needs no display.
+The files are ``training_loss.png``, ``training_eval_loss.png``, ``training_eval_accuracy.png``, for preference
+training and rollouts ``training_rewards.png``, and for preference training ``training_rewards_accuracies.png`` and
+``training_margins.png``. matplotlib is imported when the first plot is drawn and needs no display.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 _BLUE, _GREY = "#1f6fb4", "#5f6b76"
 _COLORS = (_BLUE, "#d1603d", "#3d8f5f", "#8a5fb0", "#b08a1f", _GREY)
-TRAINING_LOSS = "training_loss.png"
+TRAINING_LOSS, TRAINING_REWARDS = "training_loss.png", "training_rewards.png"
 _REWARDS = {f"rewards/{name}": name for name in ("chosen", "rejected", "margins")}
 _SCORES = {f"{name}_reward": name for name in ("max", "mean", "min")}
 """Logged metric -> label of its curve, for pairs and for a reward model."""
+_FUNCTION_REWARD = re.compile(r"rewards/(.+)/mean")
+"""Logged metric of a reward function."""
 _INCHES, _DOTS_PER_INCH = (8.0, 4.8), 120
 
 
@@ -59,12 +62,25 @@ def plot_history(
         (TRAINING_LOSS, "training loss", curves(history, {"loss": ""}), True),
         ("training_eval_loss.png", "evaluation loss", curves(history, losses), False),
         ("training_eval_accuracy.png", "evaluation accuracy", curves(history, accuracies), False),
-        ("training_rewards.png", "rewards", curves(history, _REWARDS | _SCORES), False),
+        (TRAINING_REWARDS, "rewards", curves(history, _REWARDS | _SCORES | _reward_metrics(history, sets)), False),
         ("training_rewards_accuracies.png", "reward accuracy", curves(history, {"rewards/accuracies": ""}), True),
     )
     return [
         _draw(Path(folder) / file, label, title, found, is_noisy) for file, label, found, is_noisy in plots if found
     ]
+
+
+def _reward_metrics(history: Sequence[Mapping[str, Any]], sets: Mapping[str, str]) -> dict[str, str]:
+    """Return the logged rewards of completions with their labels: the sum, that of each of several reward functions,
+    and the sum on each evaluation set.
+
+    Args:
+        sets: evaluation set -> prefix of its metrics.
+    """
+    logged = dict.fromkeys(name for row in history for name in row)
+    functions = {name: match[1] for name in logged if (match := _FUNCTION_REWARD.fullmatch(name))}
+    found = {"reward": "reward"} | (functions if len(functions) > 1 else {})
+    return found | {f"{prefix}_reward": f"evaluation {name}".rstrip() for name, prefix in sets.items()}
 
 
 def plot_margins(margins: Mapping[str, Sequence[float]], folder: str | Path, title: str = "") -> list[Path]:

@@ -25,7 +25,7 @@ from burnish.parallel.precision import full_eval_dtype, name_of
 from burnish.report.card import CardFacts, write_card
 from burnish.report.console import note, warn
 from burnish.report.options import counts_tokens
-from burnish.report.plots import TRAINING_LOSS, plot_history, plot_margins
+from burnish.report.plots import TRAINING_LOSS, TRAINING_REWARDS, plot_history, plot_margins
 from burnish.report.results import save_metrics, save_state
 from burnish.run.plan.checks import evaluates
 from burnish.run.plan.options import RunOptions
@@ -102,7 +102,7 @@ def write_trained_model(run: Loop, prepared: Prepared, folder: Path) -> None:
     save_head(run.objective, state.model, prepared.tokenizer, folder, is_adapter=is_adapter, parallel=parallel)
 
 
-_LISTED_FILES = ("*model*.safetensors", "README.md", TRAINING_LOSS, "generated_predictions.jsonl")
+_LISTED_FILES = ("*model*.safetensors", "README.md", TRAINING_LOSS, TRAINING_REWARDS, "generated_predictions.jsonl")
 
 
 def output_message(folder: Path) -> str:
@@ -225,11 +225,12 @@ def margins_of(run: Loop) -> dict[str, list[float]]:
 
 
 def draw_plots(run: Loop, options: RunOptions, margins: Mapping[str, list[float]]) -> dict[str, str]:
-    """Plot the loss and the reward margins. Returns description -> file name."""
+    """Plot the loss, rewards and reward margins. Returns description -> file name."""
     folder = output_folder(options)
     history = run.state.log_history
     plots = plot_history(history, folder, folder.name, run.eval_sets) if options.plot_loss else []
-    plotted = [("Training loss", path) for path in plots if path.name == TRAINING_LOSS]
+    shown = {TRAINING_LOSS: "Training loss", TRAINING_REWARDS: "Rewards"}
+    plotted = [(shown[path.name], path) for path in plots if path.name in shown]
     plotted += [("Reward margins of pairs", path) for path in plot_margins(margins, folder, folder.name)]
     return {what: path.name for what, path in plotted}
 

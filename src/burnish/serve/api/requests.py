@@ -88,9 +88,8 @@ class ResponseFormat(Body):
     @property
     def schema_(self) -> dict[str, Any] | None:
         """The schema of a JSON response, None for text."""
-        if self.type == "text":
-            return None
-        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return None if self.type == "text" else schema
 
 
 class StreamingOptions(Body):
@@ -230,10 +229,9 @@ class ChatRequest(BaseRequest):
     def ignored(self) -> tuple[str, ...]:
         wants_json = self.response_format is not None and self.response_format.schema_ is not None
         # Schemas are enforced for required calls, and for calls instead of a JSON response.
-        is_strict = not self.required and not wants_json and any(tool.function.strict for tool in self.tools)
-        is_call = bool(self.required) and wants_json
-        unused = {"tools.function.strict": is_strict, "response_format": is_call}
-        return (*super().ignored, *(name for name, is_unused in unused.items() if is_unused))
+        is_free = not self.required and not wants_json and any(tool.function.strict for tool in self.tools)
+        names = ["tools.function.strict"] * is_free + ["response_format"] * (wants_json and bool(self.required))
+        return (*super().ignored, *names)
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
         yield from super().problems(most_choices)
