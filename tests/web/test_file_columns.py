@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 
@@ -10,7 +13,9 @@ from burnish.config.errors import UserError
 from burnish.data.options import DataOptions
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
+from burnish.serve.page import form
 from burnish.serve.page.planner_process import columns_of_file
+from burnish.utils.json_files import read_object
 
 RECORDS = [{"frage": "1+1", "antwort": "2", "n": 3}, {"frage": "Hot?", "antwort": "cold"}]
 
@@ -56,6 +61,22 @@ def test_column_mapping_is_written_for_the_trainer_without_overwriting(page, roo
     (root / "sets/dataset_info.json").write_text("{torn")
     assert page.send("PUT", "/api/datasets/own", body)[0] == 422
     assert (root / "sets/dataset_info.json").read_text() == "{torn"
+
+
+def test_entries_of_concurrent_requests_are_all_written(tmp_path, monkeypatch) -> None:
+    file, both_have_read = tmp_path / "dataset_info.json", Barrier(2)
+
+    def read_slowly(path):
+        found = read_object(path)
+        with suppress(BrokenBarrierError):
+            both_have_read.wait(0.2)
+        return found
+
+    file.write_text("{}")
+    monkeypatch.setattr(form, "read_object", read_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        [*threads.map(lambda name: form._add_entry(file, name, {"file_name": name}), ("a", "b"))]
+    assert set(json.loads(file.read_text())) == {"a", "b"}
 
 
 def test_columns_are_read_below_the_roots_only(page, root, monkeypatch) -> None:

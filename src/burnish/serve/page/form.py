@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import tempfile
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,20 +170,24 @@ class Form:
         return ShownJson({"name": name, "folder": self.site.places.display_path(path.parent)}, 201)
 
 
+_ENTRIES = threading.Lock()
+"""Held from reading to writing a ``dataset_info.json``: requests run in several threads."""
+
+
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
     """Raises APIError if the name is taken by another dataset, or the file cannot be read or written."""
-    try:
-        known = read_object(file) if file.is_file() else {}
-    except UserError as error:
-        raise APIError(422, "unreadable", str(error)) from error
-    if known.get(name, entry) != entry:
-        raise APIError(
-            409, "name_taken", f'{file.name} already describes another dataset as "{name}". Choose a different name.'
-        )
-    try:
-        write_text_atomically(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise APIError(422, "not_written", f"Cannot write {file.name}: {error.strerror}.") from error
+    with _ENTRIES:
+        try:
+            known = read_object(file) if file.is_file() else {}
+        except UserError as error:
+            raise APIError(422, "unreadable", str(error)) from error
+        if known.get(name, entry) != entry:
+            message = f'{file.name} already describes another dataset as "{name}". Choose a different name.'
+            raise APIError(409, "name_taken", message)
+        try:
+            write_text_atomically(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise APIError(422, "not_written", f"Cannot write {file.name}: {error.strerror}.") from error
 
 
 def safe_id(request: Request) -> str:
