@@ -7,6 +7,7 @@ import errno
 import io
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import pytest
 from PIL import Image
 
 from burnish.config.errors import UserError
-from burnish.data.images.image_file import BadImage
+from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.sources import MediaReader
 from burnish.data.images.videos import read_video
 from burnish.data.sets.data_source import DataSource
 from burnish.data.sets.formats import convert_records
+from burnish.data.sets.images import with_paths
 from burnish.data.sets.layouts import layout_of
-from burnish.data.sets.records import RecordNeeds
+from burnish.data.sets.records import Layout, Record, RecordNeeds
 from burnish.data.sets.trl import examples_of, trl_layout
+from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats
-from burnish.loop.types import Example
+from burnish.loop.types import ContentPart, Example, Message
 
 
 @pytest.fixture(autouse=True)
@@ -313,3 +316,19 @@ def test_identical_bytes_are_stored_once(folder):
     first, second = (reader.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))
     assert first == second
     assert Path(first.path).read_bytes() == data
+
+
+def test_columns_of_reward_functions_keep_the_frames_of_each_video_together():
+    def frame(name: str) -> ImageFile:
+        return ImageFile(name, 8, 4)
+
+    videos = [
+        replace(frame("a"), frames=(frame("a"), frame("b"))),
+        replace(frame("c"), frames=(frame("c"), frame("d"))),
+    ]
+    parts = (*(ContentPart("video", one) for one in videos), ContentPart("image", frame("e")))
+    layout = Layout("alpaca", {}, frozenset(), OPENAI_TAGS, images="images", videos="videos")
+    columns = {"videos": ["v", "w"], "images": ["e"], "answer": "x"}
+    example = Example((Message("user", parts),))
+    found = with_paths(columns, Record(columns, "set", 1, layout), example)
+    assert found == {"videos": [["a", "b"], ["c", "d"]], "images": ["e"], "answer": "x"}

@@ -157,12 +157,13 @@ def with_images(record: Record, example: Example) -> Example:
 
 
 def with_paths(columns: Mapping[str, Any], record: Record, example: Example) -> dict[str, Any]:
-    """Return columns of a record in which those of images and videos contain the paths of the files."""
+    """Return columns of a record in which those of images and videos contain the paths of the files, of each video a
+    list with those of its frames."""
     found = dict(columns)
     for kind, column in (("image", record.layout.images), ("video", record.layout.videos)):
         if found.get(column) is not None:
             media = [p.value for m in example.messages for p in m.parts if p.kind == kind and p.value is not None]
-            paths = [file.path for one in media for file in one.files]
+            paths = [[file.path for file in one.frames] if one.frames else one.path for one in media]
             found[column] = paths if isinstance(found[column], list | tuple) or len(paths) != 1 else paths[0]
     return found
 
