@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_dependent_arguments_are_derived():
         ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
         ({"warmup_steps": -1}, "`warmup_steps` must be at least 0"),
         ({"logging_steps": 10.5}, "`logging_steps` must be an integer if it is greater than 1"),
+        ({"save_strategy": "steps", "save_steps": math.inf}, "`save_steps` must be an integer .* Received: inf"),
         ({"logging_steps": 0}, "requires a non-zero `logging_steps`"),
         ({"eval_strategy": "steps", "eval_steps": 2.5}, "`eval_steps` must be an integer"),
         ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "the same as"),

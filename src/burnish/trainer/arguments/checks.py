@@ -73,7 +73,7 @@ def _check_intervals(args: Fields) -> None:
         name = f"{kind}_steps"
         value = getattr(args, name)
         if getattr(args, f"{kind}_strategy") == "steps" and value > 1:
-            if value != int(value):
+            if not float(value).is_integer():  # also infinity
                 raise ValueError(f"`{name}` must be an integer if it is greater than 1. Received: {value}.")
             setattr(args, name, int(value))
 
