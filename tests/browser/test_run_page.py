@@ -162,7 +162,7 @@ def test_action_without_a_server_says_so(visitor, server, alive) -> None:
     visitor.locator("#toast", has_text="Connection to the server lost").wait_for()
     visitor.locator("#toast", has_text="Connection").wait_for(state="hidden")
     visitor.click("#stop")
-    visitor.locator("#toast", has_text="Connection to the server lost").wait_for()
+    visitor.locator("#toast", has_text="The server cannot be reached.").wait_for()
 
 
 def test_charts_are_printed_in_light_colors(visitor, first) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -51,10 +52,8 @@ def translator(language: str) -> Callable[..., str]:
     texts = page_words(language)
 
     def t(key: str, **values: object) -> str:
-        text = texts[key]
-        for name, value in values.items():
-            text = text.replace("{" + name + "}", str(value))
-        return text
+        filled = {f"{{{name}}}": str(value) for name, value in values.items()}
+        return re.sub(r"\{\w+\}", lambda part: filled.get(part[0], part[0]), texts[key])
 
     return t
 

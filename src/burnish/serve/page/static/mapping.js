@@ -2,7 +2,7 @@
 // Column mapping for a data file without an entry in dataset_info.json.
 import { $, el, notify } from "./dom.js";
 import { visible } from "./format.js";
-import { Failed, send } from "./net.js";
+import { send } from "./net.js";
 import { t } from "./words.js";
 
 /**
@@ -69,19 +69,9 @@ export function mapping(file, { columns, formats, known, proposed }, values, tel
       .replace(/[^\w-]/g, "_"),
   });
   const keep = async () => {
-    try {
-      await onSaved(
-        await send("PUT", `api/datasets/${encodeURIComponent(name.value)}`, {
-          file,
-          formatting: format.value || known,
-          columns: chosen,
-        }),
-      );
-      notify(t("columns_kept", { name: name.value }));
-    } catch (failed) {
-      if (failed instanceof Failed) notify(failed.message);
-      else throw failed;
-    }
+    const entry = { file, formatting: format.value || known, columns: chosen };
+    await onSaved(await send("PUT", `api/datasets/${encodeURIComponent(name.value)}`, entry));
+    notify(t("columns_kept", { name: name.value }));
   };
   return el(
     "details",

@@ -14,6 +14,23 @@ export class Failed extends Error {
     this.code = error?.code ?? "";
   }
 }
+/** A request without a response, or with an incomplete one. */
+const unreachable = () => new Failed(0, { code: "unreachable" });
+/** Show why a request failed, unless the action that sent it does. @param {ErrorEvent | PromiseRejectionEvent} event */
+function showFailure(event) {
+  const failed = "reason" in event ? event.reason : event.error;
+  if (!(failed instanceof Failed)) return;
+  event.preventDefault();
+  notify(failed.message);
+}
+addEventListener("unhandledrejection", showFailure);
+addEventListener("error", showFailure);
+
+/** Open the sign-in page, which leads back to this one. */
+function signIn() {
+  const depth = up.split("../").length; // parts of this page's path below the root of the web UI
+  location.href = `${up}sign-in?to=${location.pathname.split("/").slice(-depth).join("/")}`;
+}
 /**
  * Send a request with a JSON or binary body. Throws Failed for an error response.
  * @param {string} method @param {string} path @param {any} [body] @param {AbortSignal} [signal]
@@ -33,37 +50,52 @@ export async function api(method, path, body, signal) {
     response = await fetch(up + path, { method, credentials: "same-origin", signal, ...request });
   } catch (failed) {
     if (signal?.aborted) throw failed;
-    throw new Failed(0, { message: t("connection_lost") });
+    throw unreachable();
   }
-  if (response.status === 401)
-    location.href = `${up}sign-in?to=${location.pathname.split("/").slice(-2).filter(Boolean).join("/")}`;
+  if (response.status === 401) signIn();
   if (!response.ok) throw new Failed(response.status, (await response.json().catch(() => ({}))).error);
   return response;
 }
+/** @param {Response} response */
+const json = (response) =>
+  response.json().catch(() => {
+    throw unreachable();
+  });
 /** @param {string} path */
-export const get = async (path) => (await api("GET", path)).json();
+export const get = async (path) => json(await api("GET", path));
 /** @param {string} method @param {string} path @param {any} [body] */
-export const send = async (method, path, body) => (await api(method, path, body)).json();
+export const send = async (method, path, body) => json(await api(method, path, body));
 
-/** Yield the server-sent events of a response as {name, data}. @param {Response} response */
+/** Parse a server-sent event. @param {string} text */
+function parsed(text) {
+  const event = { name: "message", data: "", id: "" };
+  for (const line of text.split("\n")) {
+    if (line.startsWith("event: ")) event.name = line.slice(7);
+    else if (line.startsWith("data: ")) event.data = line.slice(6);
+    else if (line.startsWith("id: ")) event.id = line.slice(4);
+  }
+  return event;
+}
+/**
+ * Yield the server-sent events of a response as {name, data, id}. Throws Failed if the connection is lost.
+ * @param {Response} response
+ */
 export async function* events(response) {
   const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    text += value;
-    const parts = text.split("\n\n");
-    text = parts.pop() ?? "";
-    for (const part of parts) {
-      const event = { name: "message", data: "", id: "" };
-      for (const line of part.split("\n")) {
-        if (line.startsWith("event: ")) event.name = line.slice(7);
-        else if (line.startsWith("data: ")) event.data = line.slice(6);
-        else if (line.startsWith("id: ")) event.id = line.slice(4);
-      }
-      if (event.data) yield event;
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop() ?? "";
+      for (const event of parts.map(parsed)) if (event.data) yield event;
     }
+  } catch (failed) {
+    throw failed instanceof Error && failed.name === "AbortError" ? failed : unreachable();
+  } finally {
+    reader.cancel().catch(() => {});
   }
 }
 /** @param {number} ms */
@@ -72,6 +104,17 @@ export const pause = (ms) =>
     setTimeout(resolve, ms);
   });
 
+/** Add the cursor of runs to another one, which keeps its place in what is not a row. @param {string} known @param {string} loaded */
+function cursorAfter(known, loaded) {
+  const entries = (/** @type {string} */ text) =>
+    text
+      .split(",")
+      .filter(Boolean)
+      .map((entry) => entry.split(":"));
+  const all = new Map(entries(known).map((entry) => [entry[0], entry]));
+  for (const [run, rows, ...rest] of entries(loaded)) all.set(run, [run, rows, ...(all.get(run)?.slice(2) ?? rest)]);
+  return [...all.values()].map((entry) => entry.join(":")).join(",");
+}
 /**
  * Receive updates. Browsers limit connections per origin, so only one window opens a stream: the visible window that
  * holds a lock. Other visible windows poll every two seconds with the same cursor; hidden windows do not poll.
@@ -82,7 +125,11 @@ export function follow(query, cursor, take) {
   let stopped = null;
   const state = { cursor, lost: false };
   const deliver = (/** @type {string} */ name, /** @type {any} */ data) => {
-    if (name !== "hello") take(name, data);
+    try {
+      if (name !== "hello") take(name, data);
+    } catch (wrong) {
+      reportError(wrong); // the next messages are delivered
+    }
   };
   const connected = () => {
     if (state.lost) {
@@ -90,24 +137,29 @@ export function follow(query, cursor, take) {
       notify(t("connection_restored"));
     }
   };
-  const failed = () => {
-    if (!state.lost) {
+  const failed = (/** @type {any} */ error) => {
+    if (error.status === 401)
+      stopped?.abort(); // api() opens the sign-in page
+    else if (!state.lost) {
       state.lost = true;
-      notify(t("connection_lost"));
+      notify(error.status ? error.message : t("connection_lost"));
     }
   };
-  const path = (/** @type {string} */ kind) => `${up}api/${kind}?${query()}&after=${encodeURIComponent(state.cursor)}`;
+  /** @param {string} kind @param {AbortSignal} signal */
+  const ask = (kind, signal) =>
+    api("GET", `api/${kind}?${query()}&after=${encodeURIComponent(state.cursor)}`, undefined, signal);
 
   /** @param {AbortSignal} signal */
   async function poll(signal) {
     while (!signal.aborted) {
       try {
-        const found = await (await fetch(path("poll"), { signal })).json();
+        const found = await json(await ask("poll", signal));
+        if (signal.aborted) return;
         connected();
-        for (const { event, data } of found.messages) deliver(event, data);
         state.cursor = found.cursor;
-      } catch {
-        if (!signal.aborted) failed();
+        for (const { event, data } of found.messages) deliver(event, data);
+      } catch (error) {
+        if (!signal.aborted) failed(error);
       }
       await pause(2000);
     }
@@ -118,16 +170,18 @@ export function follow(query, cursor, take) {
       const quiet = new AbortController();
       const timer = setTimeout(() => quiet.abort(), 5000);
       try {
-        const response = await fetch(path("stream"), { signal: AbortSignal.any([signal, quiet.signal]) });
+        const response = await ask("stream", AbortSignal.any([signal, quiet.signal]));
         for await (const event of events(response)) {
+          if (signal.aborted) return;
           clearTimeout(timer);
           connected();
           if (event.id) state.cursor = event.id;
           deliver(event.name, JSON.parse(event.data));
         }
-      } catch {
+      } catch (error) {
+        if (!signal.aborted && !quiet.signal.aborted) failed(error);
+      } finally {
         clearTimeout(timer);
-        if (!signal.aborted && !quiet.signal.aborted) failed();
       }
       if (quiet.signal.aborted) return poll(signal); // a proxy holds the stream back
       if (!signal.aborted) await pause(1000);
@@ -158,5 +212,10 @@ export function follow(query, cursor, take) {
   };
   document.addEventListener("visibilitychange", look);
   look();
-  return { again: look };
+  /** Begin again, with the current query. @param {string} [loaded] cursor of the runs whose rows were loaded anew */
+  const again = (loaded = "") => {
+    state.cursor = cursorAfter(state.cursor, loaded);
+    look();
+  };
+  return { again };
 }

@@ -1,8 +1,8 @@
 // @ts-check
 // Sign-out and trash.
-import { $, askToConfirm, el, notify } from "./dom.js";
+import { $, askToConfirm, el } from "./dom.js";
 import { bytes, visible } from "./format.js";
-import { Failed, get, send } from "./net.js";
+import { get, send } from "./net.js";
 import { ready, t } from "./words.js";
 
 await ready;
@@ -18,11 +18,9 @@ async function showTrash() {
     const back = async () => {
       try {
         await send("POST", `api/trash/${run.id}`, {});
-      } catch (failed) {
-        if (failed instanceof Failed) notify(failed.message);
-        else throw failed;
+      } finally {
+        await showTrash(); // after an error too: another window may have restored it
       }
-      await showTrash(); // after an error too: another window may have restored it
     };
     return el(
       "li",
