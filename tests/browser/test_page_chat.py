@@ -219,6 +219,120 @@ def test_held_out_record_shows_its_answer_next_to_model_response(visitor, server
     assert reference.locator(".text").inner_text().strip() in {answer.strip() for answer in answers}
 
 
+def ask(visitor, question: str) -> None:
+    visitor.click("#new-chat")
+    visitor.fill("#message", question)
+    visitor.click("#send")
+    visitor.get_by_text("It is three.").wait_for()
+
+
+def select_conversation(visitor, question: str) -> None:
+    visitor.click("#history")
+    visitor.locator("#history-list .history-entry", has_text=question).locator("button.grow").click()
+
+
+def test_conversation_that_cannot_be_read_is_not_replaced(visitor, server, requests) -> None:
+    ask(visitor, "First question")
+    ask(visitor, "Second question")
+    shown = visitor.locator('.side[data-side="0"] .turn.user .text')
+    visitor.route("**/api/chats/*", lambda route: route.fulfill(status=429, body="{}"))
+    select_conversation(visitor, "First question")
+    visitor.locator("#toast", has_text="The server returned HTTP 429.").wait_for()
+    assert shown.all_inner_texts() == ["Second question"]
+    visitor.reload()
+    visitor.locator("#toast", has_text="The server returned HTTP 429.").wait_for()
+    visitor.unroute("**/api/chats/*")
+    visitor.reload()
+    shown.get_by_text("Second question").wait_for()
+    visitor.route("**/api/chats", lambda route: route.abort("connectionreset"))
+    visitor.click("#history")
+    visitor.locator("#toast", has_text="The server cannot be reached.").wait_for()
+    chats = [json.loads(path.read_text()) for path in server.home.rglob("chats/*.json")]
+    assert sorted(chat["turns"][0]["user"] for chat in chats) == ["First question", "Second question"]
+
+
+def test_conversation_selected_last_is_shown(visitor, requests) -> None:
+    for question in ("First question", "Second question"):
+        ask(visitor, question)
+    held: list[object] = []
+    visitor.route("**/api/chats/*", lambda route: route.continue_() if held else held.append(route))
+    select_conversation(visitor, "First question")
+    wait_for(lambda: held)
+    select_conversation(visitor, "Second question")
+    shown = visitor.locator('.side[data-side="0"] .turn.user .text')
+    shown.get_by_text("Second question").wait_for()
+    held[0].continue_()
+    visitor.wait_for_timeout(500)
+    assert shown.all_inner_texts() == ["Second question"]
+
+
+def test_model_selected_last_answers_and_unload_ends_all(visitor, server, requests) -> None:
+    held: list[object] = []
+    ended: list[str] = []
+    other = {**ENGINE, "id": "f" * 12, "name": "model"}
+
+    def begin(route) -> None:
+        if route.request.method == "GET":
+            route.fulfill(status=200, content_type="application/json", body=json.dumps({"engines": [ENGINE, other]}))
+        elif "path" in json.loads(route.request.post_data):
+            held.append(route)
+        else:
+            route.fulfill(status=200, content_type="application/json", body=json.dumps(ENGINE))
+
+    def end(route) -> None:
+        ended.append(route.request.url[-12:])
+        route.fulfill(status=202, content_type="application/json", body="{}")
+
+    visitor.unroute("**/api/engines")
+    visitor.route("**/api/engines", begin)
+    visitor.route("**/api/engines/*", end)
+    first = visitor.locator("select[data-side='0']").input_value()
+    visitor.select_option("select[data-side='0']", "path:model")
+    wait_for(lambda: held)
+    visitor.select_option("select[data-side='0']", first)
+    visitor.locator("#engine-states", has_text="first ✓").wait_for()
+    held[0].fulfill(status=200, content_type="application/json", body=json.dumps(other))
+    visitor.wait_for_timeout(500)
+    assert "first ✓" in visitor.inner_text("#engine-states")
+    with visitor.expect_request("**/api/chat/*") as request:
+        ask(visitor, "1 + 2?")
+    assert request.value.url.endswith(ENGINE["id"])
+    visitor.click(".chat-head .menu summary")
+    with visitor.expect_response(f"**/api/engines/{other['id']}"):
+        visitor.click("#unload")
+    assert sorted(ended) == [ENGINE["id"], other["id"]]
+
+
+def test_tool_result_waits_for_the_response_of_the_other_model(visitor, server, requests) -> None:
+    held: list[object] = []
+
+    def answer(route) -> None:
+        messages = json.loads(route.request.post_data)["messages"]
+        if messages[-1]["role"] == "tool":
+            deltas = ({"content": "It is five."},)
+        elif not held:
+            held.append(route)
+            return
+        else:
+            deltas = call(0, "{}")
+        route.fulfill(status=200, content_type="text/event-stream", body=chunks(*deltas))
+
+    visitor.unroute("**/api/chat/*")
+    visitor.route("**/api/chat/*", answer)
+    visitor.select_option("select[data-side='1']", "path:model")
+    visitor.locator('#engine-states [data-side="1"]', has_text="✓").wait_for()
+    visitor.get_by_text("Generation settings", exact=True).click()
+    visitor.fill("#tools", json.dumps(TOOLS))
+    visitor.fill("#message", "2 + 3?")
+    visitor.click("#send")
+    visitor.locator(".result-form textarea").fill("5")
+    visitor.locator(".result-form button").click()
+    held[0].fulfill(status=200, content_type="text/event-stream", body=chunks({"content": "It is four."}))
+    visitor.get_by_text("It is four.").wait_for()
+    visitor.get_by_text("It is five.").wait_for()
+    visitor.wait_for_selector("#stop-response", state="hidden")
+
+
 def test_webchat_opens_conversation_with_model_of_inference_file(chromium, tmp_path) -> None:
     shutil.copytree(Path(burnish.__file__).parent / "demo/model", tmp_path / "model")
     (tmp_path / "inference.yaml").write_text("model_name_or_path: model\ntemplate: default\n")

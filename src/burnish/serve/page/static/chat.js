@@ -1,16 +1,16 @@
 // @ts-check
 // A conversation with one model, or with two side by side; responses are streamed.
 import { $, $$, copy, download, notify } from "./dom.js";
+import { busy, isBusy, onSubmit } from "./composer.js";
 import { Engines } from "./engines.js";
-import { isRewardModel, visible } from "./format.js";
-import { history } from "./history.js";
+import { isRewardModel } from "./format.js";
+import { history, save } from "./history.js";
 import { Attached, withImages, withoutPixels } from "./images.js";
-import { nodes } from "./md.js";
-import { answers, chain, conversation, toolsOf } from "./messages.js";
-import { Failed, get, send } from "./net.js";
+import { answers, chain, conversation } from "./messages.js";
+import { Failed, get } from "./net.js";
 import { choices, findTargets } from "./targets.js";
-import { sampling, statistics } from "./sampling.js";
-import { fill, promptNode, small, turnNode, waits } from "./turns.js";
+import { sampling, statistics, tools } from "./sampling.js";
+import { fill, promptNode, referenceNode, small, turnNode, waits } from "./turns.js";
 import { loadWordsOf, ready, t } from "./words.js";
 await Promise.all([ready, loadWordsOf("chat")]);
 const wanted = $("#engines").dataset.target,
@@ -19,6 +19,9 @@ const engines = new Engines(targets, settle);
 let turns = /** @type {any[]} */ ([]);
 let answering = /** @type {AbortController[]} */ ([]);
 let chat = sessionStorage.getItem("chat") ?? "";
+let opened = 0; // how often a conversation was opened
+/** Sides whose tool results were entered while a response was written. @type {Set<number>} */
+const continued = new Set();
 const scroll = $("#chat-scroll");
 const attached = new Attached(() => engines.running[[0, 1].find((side) => engines.isReady(side)) ?? 0]?.id);
 const name = (/** @type {number} */ side) => targets.get(engines.chosen[side] ?? "")?.label ?? "";
@@ -47,16 +50,13 @@ function showTurn(turn) {
     promptNode(turn, side, (text) => {
       stopAnswers();
       turns = turns.slice(0, turns.indexOf(turn));
-      begin({ user: text, images: turn.images, answers: [null, null], again: 0 });
+      begin({ before: turn.before, user: text, images: turn.images, answers: [null, null], again: 0 });
     });
     for (const one of chain(turn.answers[side]))
       finish(turnNode("assistant", side, one.by ?? name(side)), one, side, turn);
   }
   $('.side[data-side="reference"]').hidden = !turns.some((one) => one.reference);
-  if (!turn.reference) return;
-  const node = turnNode("assistant", "reference", t("reference_response"));
-  node.text.replaceChildren(...nodes(turn.reference));
-  node.figures.textContent = visible(turn.place);
+  if (turn.reference) referenceNode(turn);
 }
 /** Show a complete response with its actions. @param {any} node @param {any} one @param {number} side @param {any} turn */
 function finish(node, one, side, turn) {
@@ -67,12 +67,10 @@ function finish(node, one, side, turn) {
   );
 }
 const messagesOf = (/** @type {number} */ side) => conversation($("#system").value, turns, side);
-const tools = () => toolsOf($("#tools").value);
-/** @param {number} side @param {any} turn */
-async function answer(side, turn) {
+/** @param {number} side @param {any} turn @param {any[]} offered tools */
+async function answer(side, turn, offered) {
   const messages = messagesOf(side),
     last = chain(turn.answers[side]).at(-1),
-    offered = tools(),
     stop = new AbortController();
   const one = /** @type {any} */ ({ by: name(side), text: "", reasoning: "", calls: [], pieces: [] });
   const node = turnNode("assistant", side, one.by);
@@ -95,96 +93,97 @@ async function answer(side, turn) {
     one.figures = statistics(count, performance.now() - began, firstMs);
   } catch (failed) {
     one.figures = stop.signal.aborted ? t("was_stopped") : failed instanceof Error ? failed.message : String(failed);
+    if (failed instanceof Failed && failed.code === "no_engine") void engines.load(side, engines.chosen[side] ?? "");
   }
   finish(node, one, side, turn);
 }
 /** Show an entered tool result, and request the next response once no call of this side is waiting. @param {number} side @param {any} turn */
 async function goOn(side, turn) {
-  show();
-  keep();
-  if (waits(turn.answers[side])) return;
-  if (!engines.isReady(side)) {
-    notify(t("no_engine"));
+  if (isBusy()) {
+    continued.add(side);
     return;
   }
-  await during([side], turn);
+  show();
+  keep();
+  if (!waits(turn.answers[side])) await request([side], turn);
 }
 /** @param {any} turn */
 async function begin(turn) {
   turns.push(turn);
   show();
-  const sides = [0, 1].filter((side) => engines.isReady(side));
-  if (!sides.length) {
-    notify(t("no_engine"));
-    return;
-  }
-  await during(sides, turn);
+  await request([0, 1], turn);
 }
-/** @param {number[]} sides @param {any} turn */
-async function during(sides, turn) {
+/** Request the responses of the sides whose model is loaded. @param {number[]} wanted @param {any} turn */
+async function request(wanted, turn) {
+  const sides = wanted.filter((side) => engines.isReady(side)),
+    offered = tools();
+  if (!sides.length) notify(t("no_engine"));
+  if (!sides.length || !offered) return;
   const own = /** @type {AbortController[]} */ (answering = []);
   busy(true);
-  try {
-    await Promise.all(sides.map((side) => answer(side, turn)));
-  } catch (failed) {
-    if (!(failed instanceof SyntaxError)) throw failed;
-    notify(t("tools_wrong"));
-  }
+  await Promise.all(sides.map((side) => answer(side, turn, offered)));
   if (answering !== own) return; // stopped by an edit or by another conversation
   busy(false);
   settle();
   keep();
+  for (const side of continued) {
+    continued.delete(side);
+    await goOn(side, turn);
+  }
 }
 /** Stop the responses that are being written, before the conversation changes. */
 function stopAnswers() {
   for (const stop of answering) stop.abort();
   answering = [];
+  continued.clear();
   busy(false);
 }
 function keep() {
   const [system, tools] = [$("#system").value, $("#tools").value];
   const saved = { system, tools, turns: withoutPixels(turns), targets: engines.chosen };
   sessionStorage.setItem("chat", chat);
-  void send("PUT", `api/chats/${chat}`, saved).catch(() => {});
-}
-function busy(/** @type {boolean} */ is) {
-  $("#stop-response").hidden = !is;
-  $("#send").hidden = is;
-  for (const id of ["#retry", "#held-out"]) $(id).disabled = is;
+  save(chat, saved);
 }
 function retry() {
+  stopAnswers();
   const turn = turns.pop();
   if (turn) void begin({ ...turn, answers: [null, null], again: turn.again + 1 });
 }
-/** Open a saved conversation, or start a new one. @param {string} id */
-async function open(id = `chat-${Date.now().toString(36)}`, isKept = false) {
-  if (!$("#stop-response").hidden) keep();
+/** Open a saved conversation, or start a new one. Throws Failed, and leaves the current one, if it cannot be read. */
+async function open(id = "") {
+  const own = (opened += 1),
+    saved = id ? await get(`api/chats/${id}`) : null;
+  if (own !== opened) return null; // another one was selected meanwhile
+  if (isBusy() && turns.length) keep();
   stopAnswers();
-  const saved = isKept ? await get(`api/chats/${id}`).catch(() => null) : null;
-  chat = id;
-  sessionStorage.setItem("chat", saved ? chat : "");
+  chat = id || `chat-${Date.now().toString(36)}`;
+  sessionStorage.setItem("chat", id);
   turns = saved?.turns ?? [];
   if (saved) for (const name of ["system", "tools"]) $(`#${name}`).value = saved[name] ?? "";
   show();
   return saved;
 }
-$("#composer").addEventListener("submit", (/** @type {Event} */ event) => {
-  event.preventDefault();
-  const text = $("#message").value;
-  if ((!text.trim() && !attached.images.length) || $("#send").hidden) return;
+/** Open the conversation of this tab. If it cannot be read, it stays the one that a reload opens. */
+async function reopen() {
+  const id = chat;
+  try {
+    return await open(id);
+  } catch (failed) {
+    await open();
+    if (!(failed instanceof Failed) || failed.status === 404) return null;
+    sessionStorage.setItem("chat", id);
+    throw failed;
+  }
+}
+onSubmit((text) => {
   if (turns.some((turn) => turn.answers.some(waits))) {
     notify(t("call_waiting"));
     $(".result-form textarea")?.focus();
-    return;
+    return false;
   }
-  $("#message").value = "";
+  if (!text.trim() && !attached.images.length) return false;
   void begin({ user: text, images: attached.take(), answers: [null, null], again: 0 });
-});
-$("#message").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("#composer").requestSubmit();
-  }
+  return true;
 });
 $("#stop-response").addEventListener("click", () => {
   answering.forEach((stop) => stop.abort());
@@ -192,10 +191,7 @@ $("#stop-response").addEventListener("click", () => {
 });
 $("#retry").addEventListener("click", retry);
 $("#new-chat").addEventListener("click", () => open());
-history(
-  () => chat,
-  (id) => open(id, true),
-);
+history(() => chat, open);
 $("#unload").addEventListener("click", async () => {
   await engines.unload();
   for (const select of $$("select[data-side]")) {
@@ -227,15 +223,16 @@ $("#held-out").addEventListener("click", async () => {
     });
   } catch (failed) {
     busy(false);
-    if (!(failed instanceof Failed)) throw failed;
-    notify(failed.message);
+    throw failed;
   }
 });
 $("#record").addEventListener("click", () => {
-  const offered = $("#tools").value.trim() ? { tools: tools() } : {};
-  download(new Blob([`${JSON.stringify({ messages: messagesOf(0), ...offered })}\n`]), "records.jsonl");
+  const offered = tools();
+  if (!offered) return;
+  const record = { messages: messagesOf(0), ...(offered.length ? { tools: offered } : {}) };
+  download(new Blob([`${JSON.stringify(record)}\n`]), "records.jsonl");
 });
-const saved = await open(chat || undefined, Boolean(chat));
+const saved = await reopen().catch((failed) => notify(failed.message));
 const named = targets.has("named") ? "named" : "";
 const first = wanted ? [wanted, ""] : [saved?.targets?.[0] || named, saved?.targets?.[1] || ""];
 for (const select of $$("select[data-side]")) {

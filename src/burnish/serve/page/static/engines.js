@@ -14,13 +14,16 @@ export class Engines {
     this.chosen = [null, null];
     /** @type {any[]} */
     this.running = [null, null];
+    /** How often a model was selected. */
+    this.loads = [0, 0];
   }
   /** @param {number} side */
   isReady(side) {
     return this.running[side]?.state === "ready";
   }
-  /** @param {number} side @param {string} value */
+  /** Load a model and wait until it is ready. Selecting another one ends the wait. @param {number} side @param {string} value */
   async load(side, value) {
+    const own = (this.loads[side] += 1);
     this.chosen[side] = value || null;
     this.running[side] = null;
     this.showState(side, null);
@@ -28,9 +31,12 @@ export class Engines {
     if (!value) return;
     try {
       const began = performance.now();
-      this.running[side] = await send("POST", "api/engines", this.targets.get(value)?.body);
-      await this.until(side, this.running[side], began);
+      const engine = await send("POST", "api/engines", this.targets.get(value)?.body);
+      if (own !== this.loads[side]) return;
+      this.running[side] = engine;
+      await this.until(side, engine, began);
     } catch (failed) {
+      if (own !== this.loads[side]) return;
       this.showState(side, el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
     }
     this.changed();
@@ -38,8 +44,13 @@ export class Engines {
   /** @param {number} side @param {any} engine @param {number} began */
   async until(side, engine, began) {
     while (this.running[side] === engine) {
-      const state = (await get("api/engines")).engines.find((/** @type {any} */ one) => one.id === engine.id);
+      const found = await get("api/engines").catch(() => null);
       if (this.running[side] !== engine) return;
+      if (!found) {
+        await pause(2000); // a lost connection does not end the loading
+        continue;
+      }
+      const state = found.engines.find((/** @type {any} */ one) => one.id === engine.id);
       if (!state || state.state === "ended") {
         this.showState(
           side,
@@ -77,7 +88,8 @@ export class Engines {
   showState(side, node) {
     $(`#engine-states [data-side="${side}"]`).replaceChildren(...(node ? [node] : []));
   }
+  /** Unload all models, also those that were selected before. */
   async unload() {
-    for (const engine of this.running) if (engine) await send("DELETE", `api/engines/${engine.id}`);
+    for (const { id } of (await get("api/engines")).engines) await send("DELETE", `api/engines/${id}`);
   }
 }

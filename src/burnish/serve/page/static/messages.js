@@ -36,10 +36,10 @@ export const conversation = (system, turns, side) => [
       .flatMap(said),
   ]),
 ];
-/** Parse the entered tools: tool declarations, or a list of functions. @param {string} text */
+/** Parse the entered tools: tool declarations, or a list of functions. Throws SyntaxError. @param {string} text @returns {any[]} */
 export function toolsOf(text) {
   const listed = text.trim() ? JSON.parse(text) : [];
-  if (!Array.isArray(listed)) throw new SyntaxError();
+  if (!Array.isArray(listed) || listed.some((tool) => typeof (tool ?? "") !== "object")) throw new SyntaxError();
   return listed.map((tool) => (tool.function ? tool : { type: "function", function: tool }));
 }
 /**

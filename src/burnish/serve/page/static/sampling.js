@@ -1,7 +1,8 @@
 // @ts-check
 // Generation settings of the chat, and the speed of a response.
-import { $ } from "./dom.js";
+import { $, notify } from "./dom.js";
 import { short } from "./format.js";
+import { toolsOf } from "./messages.js";
 import { t } from "./words.js";
 
 const number = (/** @type {string} */ id) => ($(id).value === "" ? undefined : Number($(id).value));
@@ -14,6 +15,15 @@ export function sampling(again) {
     max_tokens: number("#max_tokens"),
     seed: seed === undefined ? undefined : seed + again,
   };
+}
+/** The entered tools; undefined, with a notification, if they are not valid. */
+export function tools() {
+  try {
+    return toolsOf($("#tools").value);
+  } catch {
+    notify(t("tools_wrong"));
+    return undefined;
+  }
 }
 /** @param {number} tokens @param {number} ms of the whole response @param {number} firstMs until its first token */
 export const statistics = (tokens, ms, firstMs) =>

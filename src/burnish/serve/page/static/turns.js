@@ -91,6 +91,12 @@ export function promptNode(turn, side, edited) {
   node.tools.append(small("copy", t("copy"), () => copy(turn.user)));
   if (edited) node.tools.append(small("edit", t("edit"), () => edit(node, turn.user, edited)));
 }
+/** Render the reference response of a validation example. @param {any} turn */
+export function referenceNode({ reference, place }) {
+  const node = turnNode("assistant", "reference", t("reference_response"));
+  node.text.replaceChildren(...nodes(reference));
+  node.figures.textContent = visible(place);
+}
 /** @param {any} node @param {string} text @param {(text: string) => void} edited */
 function edit(node, text, edited) {
   const field = el("textarea", { rows: 3, "aria-label": t("edit") });
