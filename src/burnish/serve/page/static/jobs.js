@@ -1,6 +1,6 @@
 // @ts-check
 // Exports, predictions and evaluations: forms, and started jobs with their state.
-import { $, copy, el, figure } from "./dom.js";
+import { $, $$, copy, el, figure, notify } from "./dom.js";
 import { bytes, duration, plain } from "./format.js";
 import { Failed, get, pause, send, up } from "./net.js";
 import { choices, findTargets } from "./targets.js";
@@ -11,15 +11,19 @@ const form = $("#job-form"),
   isExport = form.getAttribute("data-kind") === "export", // form.dataset is the field of that name
   chosen = form.getAttribute("data-target"),
   source = $("#source");
-const targets = await findTargets(chosen);
-source.replaceChildren(...choices(targets, chosen));
+const targets = await findTargets(chosen),
+  isMissing = Boolean(chosen) && !targets.has(chosen); // a link may be old: no other model is selected instead
+source.replaceChildren(...choices(targets, chosen, isMissing ? "–" : undefined));
 $("#no-models").hidden = targets.size > 0;
 form.hidden = !targets.size;
 
+let proposed = "";
+/** Propose a folder, unless another one was entered. */
 function propose() {
+  if ($("#folder").value !== proposed) return;
   const name = (targets.get(source.value)?.label ?? "model").replace(/[^\w.-]+/g, "-");
   const kind = isExport ? "exports" : `evaluations/${$("input[name=kind]:checked").value}`;
-  $("#folder").value = `${kind}/${name}`;
+  proposed = $("#folder").value = `${kind}/${name}`;
 }
 source.addEventListener("change", propose);
 propose();
@@ -52,26 +56,39 @@ if (!isExport) {
 } else form.body = () => ({ format: $("#format").value });
 $("button.main", form).disabled = false;
 
+/** Fields of the options that an error names. @type {Record<string, string>} */
+const FIELDS = {
+  folder: "#folder",
+  dataset: "#dataset",
+  eval_dataset: "#dataset",
+  dataset_dir: "#dataset",
+  task: "#task",
+  task_dir: "#task-dir",
+};
 form.addEventListener("input", () => {
   $("#job-problem").textContent = "";
-  $("#folder").removeAttribute("aria-invalid");
+  for (const field of $$("[aria-invalid]", form)) field.removeAttribute("aria-invalid");
 });
 form.addEventListener("submit", async (/** @type {Event} */ event) => {
   event.preventDefault();
+  const button = $("button.main", form);
   $("#job-problem").textContent = "";
+  button.disabled = true;
   try {
     const { id } = await send("POST", isExport ? "api/exports" : "api/evaluations", {
       ...targets.get(source.value)?.body,
       folder: $("#folder").value,
       ...form.body(),
     });
-    await watch(id);
+    void watch(id);
   } catch (failed) {
     if (!(failed instanceof Failed)) throw failed;
     $("#job-problem").textContent = failed.message;
-    const field = $("#folder");
-    field.setAttribute("aria-invalid", "true");
-    field.focus();
+    const field = $(FIELDS[failed.option] ?? "#source");
+    field?.setAttribute("aria-invalid", "true");
+    field?.focus();
+  } finally {
+    button.disabled = false;
   }
 });
 /** The responses of a prediction, with the images of their prompts. @param {any} job */
@@ -146,17 +163,28 @@ async function refresh(id) {
     node = card(job);
   if (shown) {
     const details = $("details", shown);
-    if (job.state === "running") $("details", node).open = details.open;
+    if (job.state === "running" && details) $("details", node).open = details.open;
     shown.replaceWith(node);
   } else $("#jobs").prepend(node);
   $(".job-log", node).scrollTop = 1e6;
   $("#no-jobs").hidden = true;
   return job.state === "running";
 }
-/** @param {string} id */
+/** Show a job until it ends. A lost connection does not end it. @param {string} id */
 async function watch(id) {
-  while (await refresh(id)) await pause(1000);
+  for (let isRunning = true; isRunning; await pause(1000)) {
+    try {
+      isRunning = await refresh(id);
+    } catch (failed) {
+      if (!(failed instanceof Failed)) throw failed;
+      notify(failed.message);
+      if ([401, 404].includes(failed.status)) return $(`[data-job="${id}"]`)?.remove();
+      await pause(4000);
+    }
+  }
 }
 const { jobs } = await get("api/jobs");
-for (const job of jobs.filter((/** @type {any} */ one) => (one.kind === "export") === isExport).toReversed())
-  if (await refresh(job.id)) void watch(job.id);
+for (const job of jobs.filter((/** @type {any} */ one) => (one.kind === "export") === isExport).toReversed()) {
+  $("#jobs").prepend(el("section", { "data-job": job.id })); // its place in the order
+  void watch(job.id);
+}

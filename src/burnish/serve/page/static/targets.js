@@ -26,7 +26,10 @@ export async function findTargets(chosen = "", isWanted = () => true) {
   for (const [place, run] of usable.entries()) {
     if (details[place] && !isWanted(details[place])) continue;
     found.set(run.id, { label: run.title, group: t("runs_title"), body: { run: run.id }, folder: run.folder });
-    for (const step of (details[place]?.checkpoints ?? []).toReversed().slice(0, 8)) {
+    const steps = (details[place]?.checkpoints ?? []).toReversed();
+    for (const step of steps.filter(
+      (/** @type {number} */ one, /** @type {number} */ age) => age < 8 || `${run.id}/${one}` === chosen,
+    )) {
       found.set(`${run.id}/${step}`, {
         label: `${run.title} / checkpoint-${step}`,
         group: t("runs_title"),
@@ -39,9 +42,9 @@ export async function findTargets(chosen = "", isWanted = () => true) {
   const isOfRun = (/** @type {string} */ path) =>
     ofRuns.some((/** @type {string} */ one) => `${path}/`.startsWith(one));
   for (const model of models)
-    if (model.kind === "model" && !isOfRun(model.path))
+    if (!isOfRun(model.path))
       found.set(`path:${model.path}`, {
-        label: model.path,
+        label: model.kind === "model" ? model.path : `${model.path} (${t("kind_of_adapter")})`,
         group: t("models"),
         body: { path: model.path },
         folder: model.path,
