@@ -2,7 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { WHOLE, csv, concatenated, definedPoints, rangeOf, tokenRates, smoothed } = await import(at("curves.js"));
+const { WHOLE, csv, concatenated, definedPoints, rangeOf, tokenRates, smoothed, xValues } = await import(
+  at("curves.js")
+);
 
 test("noise on a level curve takes a small part of the axis", () => {
   const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
@@ -61,4 +63,14 @@ test("pieces of a log are joined, with gaps where a column is new", () => {
   });
   assert.deepEqual(definedPoints([1, 2, 3], [5, null, 7]), { x: [1, 3], y: [5, 7] });
   assert.equal(csv({ step: [1], loss: [null] }), "step,loss\n1,");
+});
+test("rows without a time have no place on the axis of time", () => {
+  const columns = { step: [1, 2, 3], time: [null, 100, 130] };
+  assert.deepEqual(xValues(columns, "time"), [null, 0, 30]);
+  assert.deepEqual(xValues(columns, "step"), [1, 2, 3]);
+  assert.deepEqual(xValues(columns, "tokens"), [null, null, null]);
+  assert.deepEqual(definedPoints([null, 0, 30], [5, 6, null]), { x: [0], y: [6] });
+});
+test("names with commas and quotes are one cell of a CSV file", () => {
+  assert.equal(csv({ step: [1], 'rewards/a,"b"/mean': ["NaN"] }), 'step,"rewards/a,""b""/mean"\n1,NaN');
 });

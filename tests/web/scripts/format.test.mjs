@@ -77,3 +77,14 @@ test("progress is in steps and epochs of two decimals, or in prompts without tra
   assert.equal(progressOf({ ...run, kind: "train" }, t), "step_of 3/9 · epoch_is 0.01");
   assert.equal(progressOf({ ...run, kind: "predict", epoch: null }, t), "done_of 3/9");
 });
+test("a long line without a carriage return is shown at once", () => {
+  assert.equal(plain("10%\r20%\r\n30%\r40%"), "20%\n40%");
+  const long = "x".repeat(300000);
+  const began = performance.now();
+  assert.equal(plain(long), long);
+  assert.ok(performance.now() - began < 1000);
+});
+test("values that are not numbers are shown as they are", () => {
+  assert.equal(short(true), "true");
+  assert.equal(short("NaN"), "NaN");
+});

@@ -158,12 +158,12 @@ class Api:
         run = await self.site.run(request.path_params["id"])
         path = console_of(run.folder)
         if not path.is_file():
-            return ShownJson({"from": 0, "text": ""})
+            return ShownJson({"from": 0, "to": 0, "text": ""})
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))
         begin = max(0, end - _LOG_BYTES)
-        text, _ = await asyncio.to_thread(log_text, path, begin, end)
-        return ShownJson({"from": begin, "text": text})
+        text, behind = await asyncio.to_thread(log_text, path, begin, end)
+        return ShownJson({"from": begin, "to": behind, "text": text})
 
     async def completions(self, request: Request) -> Response:
         """Rewarded completions of a step and a record. Without a step: the available steps and records."""

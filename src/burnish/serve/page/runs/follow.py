@@ -101,7 +101,11 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
         return
     skipped = max(0, size - begin - MOST_LOG_BYTES)
     text, end = log_text(path, begin + skipped, size)
-    yield "log", {"run": id, "from": begin + skipped, "text": text, "skipped": skipped}, replace(place, console=end)
+    yield (
+        "log",
+        {"run": id, "from": begin + skipped, "to": end, "text": text, "skipped": skipped},
+        replace(place, console=end),
+    )
 
 
 def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:

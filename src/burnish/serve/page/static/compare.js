@@ -1,9 +1,10 @@
 // @ts-check
 // Comparison of several runs: charts with a legend, metrics, and differing options.
 import { Chart } from "./chart.js";
-import { xValues, concatenated, definedPoints, tokenRates } from "./curves.js";
-import { $, $$, el, figure } from "./dom.js";
-import { optionsOf, short, shortOption } from "./format.js";
+import { xValues, concatenated, definedPoints, numbers, tokenRates } from "./curves.js";
+import { $, $$, el, figure, notify } from "./dom.js";
+import { short } from "./format.js";
+import { optionsTable } from "./differences.js";
 import { onRedraw, wordsFor } from "./lines.js";
 import { fullNameOf, groups } from "./metrics.js";
 import { follow, get } from "./net.js";
@@ -14,13 +15,37 @@ const box = $("#chosen"),
   most = Number(box.dataset.most);
 /** @type {string[]} */
 let chosen = box.dataset.runs.split(",").filter(Boolean);
-const runs = (await get("api/runs")).runs.filter((/** @type {any} */ run) => run.kind === "train");
-chosen = chosen.filter((id) => runs.some((/** @type {any} */ run) => run.id === id)).slice(0, most); // a link may be old
+const allRuns = (await get("api/runs")).runs.filter((/** @type {any} */ run) => run.kind === "train");
+chosen = chosen.filter((id) => allRuns.some((/** @type {any} */ run) => run.id === id)).slice(0, most); // a link may be old
+const runs = allRuns.filter(
+  (/** @type {any} */ run, /** @type {number} */ age) => age < 200 || chosen.includes(run.id),
+);
 /** @type {Map<string, any>} */
 const series = new Map(),
   facts = new Map();
 /** @type {Map<string, Chart>} */
 const charts = new Map();
+const POINTS = 2000;
+/** @type {any} */
+let following = null;
+/** Of the runs that were loaded before they are followed. @type {string[]} */
+const cursors = [];
+/** @type {any} */
+let timer = null;
+function redraw() {
+  timer = null;
+  if (chosen.every((id) => series.has(id))) draw();
+}
+/** Runs that are loaded again. @type {Set<string>} */
+const reloading = new Set();
+/** Load a run again. @param {string} id */
+function reload(id) {
+  if (reloading.has(id)) return;
+  reloading.add(id);
+  void loadRun(id)
+    .then(redraw)
+    .finally(() => reloading.delete(id));
+}
 const swatch = (/** @type {number} */ place) => el("span", { class: `swatch color-c${place}` });
 const chip = (/** @type {any} */ run) =>
   el(
@@ -30,20 +55,35 @@ const chip = (/** @type {any} */ run) =>
     el("span", {}),
     run.title,
   );
-box.append(...runs.slice(0, 200).map(chip));
+box.append(...runs.map(chip));
 $("#search").addEventListener("input", (/** @type {any} */ event) => {
   for (const one of $$(".chip", box)) one.hidden = !one.dataset.words.includes(event.target.value.toLowerCase());
 });
 
+/** Load a run, and follow the rows after those that were loaded. @param {string} id */
+async function loadRun(id) {
+  const found = await get(`api/runs/${id}/series?points=${POINTS}`),
+    run = await get(`api/runs/${id}`);
+  await wordsFor(found.columns);
+  if (!chosen.includes(id)) return;
+  series.set(id, found.columns);
+  facts.set(id, run);
+  if (following) following.again(found.cursor);
+  else cursors.push(found.cursor);
+}
+/** Load the runs that were chosen, and forget the others. */
 async function load() {
-  await Promise.all(
-    chosen.map(async (id) => {
-      if (!series.has(id)) series.set(id, (await get(`api/runs/${id}/series?points=2000`)).columns);
-      if (!facts.has(id)) facts.set(id, await get(`api/runs/${id}`));
-    }),
+  for (const id of series.keys())
+    if (!chosen.includes(id)) {
+      series.delete(id);
+      facts.delete(id);
+    }
+  const missing = chosen.filter((id) => !series.has(id)),
+    loaded = await Promise.allSettled(missing.map(loadRun));
+  chosen = chosen.filter(
+    (id) => series.has(id) || !missing.some((one, place) => one === id && isRejected(loaded[place])),
   );
-  await Promise.all([...series.values()].map((one) => wordsFor(one)));
-  if (chosen.some((id) => !series.has(id) || !facts.has(id))) return; // one was chosen meanwhile: its call draws all
+  if (chosen.some((id) => !series.has(id))) return; // one was chosen meanwhile: its call draws all
   history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
   for (const one of $$(".chip", box)) {
     const input = $("input", one),
@@ -55,6 +95,11 @@ async function load() {
   $("#most").hidden = chosen.length < most;
   draw();
 }
+/** Whether a run could not be loaded, which a notification says. @param {PromiseSettledResult<void>} result */
+function isRejected(result) {
+  if (result.status === "rejected") notify(result.reason.message);
+  return result.status === "rejected";
+}
 const label = (/** @type {number} */ place) => facts.get(chosen[place]).title;
 function draw() {
   $("#nothing").hidden = chosen.length > 0;
@@ -63,6 +108,7 @@ function draw() {
     smoothing = Number($("#smoothing").value);
   /** @type {Map<string, any>} */
   const all = new Map(chosen.map((id) => [id, { ...series.get(id), rate: tokenRates(series.get(id)) }]));
+  for (const one of $$("#x-axis option")) one.disabled = ![...all.values()].some((columns) => columns[one.value]);
   const merged = Object.assign({ step: [] }, ...[...all.values()]);
   const wanted = groups(merged).flatMap((group) =>
     [...group.columns, ...group.points].map((column) => ({
@@ -114,7 +160,7 @@ function figures() {
   const cell = (/** @type {any} */ run, /** @type {string} */ name) => {
     if (name === "state") return el("td", {}, el("span", { class: `state ${run.state}` }, t(`state_${run.state}`)));
     const best = ["loss", "eval_loss"].includes(name)
-      ? Math.min(...chosen.map((id) => facts.get(id)[name] ?? Infinity))
+      ? Math.min(...numbers(chosen.map((id) => facts.get(id)[name])).map((value) => value ?? Infinity))
       : null;
     const change =
       run !== base && name !== "step" && typeof run[name] === "number" && typeof base[name] === "number"
@@ -149,55 +195,10 @@ function figures() {
     ),
   );
 }
-/** Table of all options that any of the runs sets: differing ones first and bold, equal ones and defaults dimmed. */
 function options() {
-  const all = chosen.map((id) => optionsOf(facts.get(id).yaml ?? "")),
-    onlyDifferent = $("#only-different").checked;
-  const names = [...new Set(all.flatMap((one) => Object.keys(one)))].map((name) => ({
-    name,
-    differs: new Set(all.map((one) => one[name])).size > 1,
-  }));
-  const shown = names
-    .filter((one) => one.differs || !onlyDifferent)
-    .sort((a, b) => Number(b.differs) - Number(a.differs) || a.name.localeCompare(b.name));
-  if (!shown.length) {
-    $("#options").replaceChildren(el("p", { class: "hint" }, t("no_differences")));
-    return;
-  }
-  const cell = (/** @type {any} */ one, /** @type {any} */ { name, differs }) =>
-    el(
-      "td",
-      { class: name in one && differs ? null : "default", title: one[name] },
-      name in one && differs ? el("b", {}, shortOption(one[name])) : shortOption(one[name] ?? t("default")),
-    );
-  $("#options").replaceChildren(
-    el(
-      "table",
-      {},
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("th", { scope: "col" }, t("tab_options")),
-          chosen.map((_, place) => el("th", { scope: "col" }, swatch(place), label(place))),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        shown.map((one) =>
-          el(
-            "tr",
-            {},
-            el("th", { scope: "row", class: "mono" }, one.name),
-            all.map((run) => cell(run, one)),
-          ),
-        ),
-      ),
-    ),
-  );
+  const heads = chosen.map((_, place) => [swatch(place), label(place)]),
+    yaml = chosen.map((id) => facts.get(id).yaml ?? "");
+  $("#options").replaceChildren(optionsTable(heads, yaml, $("#only-different").checked));
 }
 box.addEventListener("change", () => {
   const ticked = $$("input:checked", box).map((one) => one.value);
@@ -205,22 +206,28 @@ box.addEventListener("change", () => {
     0,
     most,
   );
-  void load().then(() => following.again());
+  void load().then(() => following?.again());
 });
 for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
 $("#only-different").addEventListener("input", options);
 onRedraw(draw);
 await load();
-const following = follow(
-  () => `runs=${chosen.join(",") || "none"}`,
-  [...facts.values()].map((one) => one.cursor).join(","),
+following = follow(
+  () => `runs=${[...series.keys()].join(",") || "none"}`,
+  cursors.join(","),
   (name, data) => {
     if (name === "rows" && series.has(data.run)) {
       series.set(data.run, concatenated(series.get(data.run), data.columns));
-      void wordsFor(data.columns).then(draw);
+      if (series.get(data.run).step.length > 3 * POINTS) reload(data.run);
+      timer ??= setTimeout(() => wordsFor(data.columns).then(redraw), 200);
     } else if (name === "run" && facts.has(data.id)) {
       facts.set(data.id, { ...facts.get(data.id), ...data });
       figures();
+    } else if (name === "resync") reload(data.run);
+    else if (name === "gone") {
+      chosen = chosen.filter((id) => id !== data.run);
+      $(`input[value="${data.run}"]`, box)?.closest(".chip").remove();
+      void load();
     }
   },
 );

@@ -6,6 +6,8 @@ import { get } from "./net.js";
 import { smallImage } from "./small_image.js";
 import { t } from "./words.js";
 
+/** A prompt or a completion as text; other programs write messages. @param {any} value */
+const textOf = (value) => (typeof value === "string" ? value : value ? JSON.stringify(value, null, 1) : "");
 /** @param {any} row */
 function completion(row) {
   const reward = Object.entries(row.rewards ?? {}).map(([name, value]) =>
@@ -27,7 +29,7 @@ function completion(row) {
         row.ended === false ? ` · ${t("cut_off")}` : "",
       ),
     ),
-    el("pre", {}, visible(row.completion ?? "")),
+    el("pre", {}, visible(textOf(row.completion))),
   );
 }
 /** @param {any} place @param {string} id */
@@ -87,19 +89,22 @@ export async function showCompletions(place, id) {
   const shown = el("div");
   place.replaceChildren(el("div", { class: "row controls" }, record, step, other, order), shown);
   const of = (/** @type {any} */ label) => select(label).value;
+  let shows = 0;
   async function show() {
+    const own = (shows += 1);
     const steps = [of(other), of(step)].filter(Boolean);
     const columns = await Promise.all(
       steps.map((one) => get(`api/runs/${id}/completions?step=${one}&record=${encodeURIComponent(of(record))}`)),
     );
+    if (own !== shows) return; // another step was selected meanwhile
     const sign = { sample: 0, best: -1, worst: 1 }[/** @type {"sample" | "best" | "worst"} */ (of(order))];
-    const { prompt, images = [] } = columns.flatMap((one) => one.rows)[0] ?? {};
+    const first = columns.flatMap((one) => one.rows)[0];
     shown.replaceChildren(
-      ...(prompt
+      ...(first
         ? [
             el("h3", {}, t("prompt")),
-            ...images.map((/** @type {string} */ path) => smallImage(path)),
-            el("pre", { class: "prompt" }, visible(prompt)),
+            ...(first.images ?? []).map((/** @type {string} */ path) => smallImage(path)),
+            el("pre", { class: "prompt" }, visible(textOf(first.prompt))),
           ]
         : [el("p", { class: "hint" }, t("no_completions_here"))]),
       el(

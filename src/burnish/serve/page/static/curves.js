@@ -24,11 +24,16 @@ export function smoothed(values, weight) {
     return mean / mass;
   });
 }
-/** Values of the x axis: steps, tokens, or seconds since the first row. @param {Columns} columns @param {string} kind */
+/**
+ * Values of the x axis: steps, tokens, or seconds since the first row. null in rows without such a value.
+ * @param {Columns} columns @param {string} kind
+ */
 export function xValues(columns, kind) {
-  if (kind === "tokens" && columns.tokens) return numbers(columns.tokens);
-  if (kind === "time" && columns.time) return columns.time.map((time) => time - columns.time[0]);
-  return columns.step;
+  if (kind === "step") return columns.step;
+  const values = numbers(columns[kind] ?? columns.step.map(() => null));
+  if (kind === "tokens") return values;
+  const first = values.find((value) => value !== null) ?? 0;
+  return values.map((value) => (value === null ? null : value - first));
 }
 /**
  * Range of a y axis. It spans at least a quarter of the magnitude of the values, so that noise on a flat curve stays
@@ -86,18 +91,19 @@ export function concatenated(columns, more) {
     ]),
   );
 }
-/** Drop the rows without a value. @param {any[]} x @param {any[]} values */
+/** Drop the rows without a value or a place on the x axis. @param {any[]} x @param {any[]} values */
 export function definedPoints(x, values) {
-  const indices = values
-    .map((_, place) => place)
-    .filter((place) => values[place] !== null && values[place] !== undefined);
+  const isDefined = (/** @type {any} */ value) => value !== null && value !== undefined;
+  const indices = values.map((_, place) => place).filter((place) => isDefined(values[place]) && isDefined(x[place]));
   return { x: indices.map((place) => x[place]), y: indices.map((place) => values[place]) };
 }
+/** A cell of a CSV file (RFC 4180). @param {any} value */
+const cell = (value) => (/[",\r\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
 /** @param {Columns} columns */
 export const csv = (columns) => {
   const names = Object.keys(columns);
   return [
-    names.join(","),
-    ...columns.step.map((_, place) => names.map((name) => columns[name][place] ?? "").join(",")),
+    names.map(cell).join(","),
+    ...columns.step.map((_, place) => names.map((name) => cell(columns[name][place] ?? "")).join(",")),
   ].join("\n");
 };

@@ -7,7 +7,7 @@ const compact = (value, language, digits) =>
 /** Integers in full, other numbers with up to four significant digits. @param {any} value @param {string} [language] */
 export const short = (value, language = "en") => {
   if (value === null || value === undefined) return "–";
-  if (typeof value === "string") return value;
+  if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
   if (size >= (Number.isInteger(value) ? 1e7 : 1e5)) return compact(value, language, 4);
   if (Number.isInteger(value)) return Intl.NumberFormat(language).format(value);
@@ -66,8 +66,20 @@ export function visible(text) {
     (letter) => `⟨U+${(letter.codePointAt(0) ?? 0).toString(16).padStart(4, "0").toUpperCase()}⟩`,
   );
 }
+/** The text of a line after its last carriage return, except one at its end. @param {string} line */
+const overwritten = (line) => {
+  const shown = line.endsWith("\r") ? line.slice(0, -1) : line;
+  return shown.slice(shown.lastIndexOf("\r") + 1);
+};
 /** Remove terminal color codes, and text overwritten after a carriage return. @param {string} text */
-export const plain = (text) => visible(text.replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "").replace(/[^\n]*\r(?!\n)/g, ""));
+export const plain = (text) =>
+  visible(
+    text
+      .replace(/\u001b\[[0-9;?]*[A-Za-z]/g, "")
+      .split("\n")
+      .map(overwritten)
+      .join("\n"),
+  );
 /** How far a run is. @param {any} run @param {(key: string, values: any) => string} t */
 export const progressOf = ({ kind, step, total, epoch }, t) =>
   t(kind === "train" ? "step_of" : "done_of", { step, total }) +

@@ -107,6 +107,23 @@ export const onRedraw = (draw) => {
     }
   });
 };
+/** Describe the losses of a run. @param {import("./curves.js").Columns} columns */
+export function summarize(columns) {
+  const points = columns.step
+    .map((step, place) => [step, columns.loss?.[place]])
+    .filter(([, value]) => typeof value === "number");
+  if (!points.length) return;
+  const low = points.reduce((best, pair) => (pair[1] < best[1] ? pair : best)),
+    last = points[points.length - 1];
+  $("#summary").textContent = t("chart_summary", {
+    first: short(points[0][1]),
+    last: short(last[1]),
+    steps: last[0],
+    low: short(low[1]),
+    at: low[0],
+  });
+  $("[data-caption=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
+}
 /**
  * Show the last reward instead of the loss in the first tile if the run has rewards.
  * @param {import("./curves.js").Columns} columns @param {any} loss the last loss of the run

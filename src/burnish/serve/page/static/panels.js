@@ -5,6 +5,7 @@ import { bytes, clock, plain, visible } from "./format.js";
 import { get, up } from "./net.js";
 import { language, loadRunWords, optionalText, t } from "./words.js";
 
+const MOST_EVENTS = 500;
 /** @param {string} name */
 export const panel = (name) => $(`#panel-${name}`);
 /** The text of an event in the language of the page, if it is one of burnish's usual events. @param {any} event */
@@ -27,20 +28,29 @@ export function usualSentence(text = "") {
   return found ? t(found[1], { step: found[0].exec(text)?.[1] }) : text;
 }
 /** @param {any} event */
-export const eventLine = (event) =>
+const keyOf = ({ time, step, kind, text }) => JSON.stringify([time, step, kind, text]);
+/** @param {any} event */
+const eventLine = (event) =>
   el(
     "li",
-    {},
-    el("small", {}, `${clock(event.time, language)} · ${t("step")} ${event.step}`),
-    visible(eventText(event)),
+    { "data-key": keyOf(event) },
+    el("small", {}, `${clock(event.time, language)} · ${t("step")} ${event.step ?? "–"}`),
+    visible(String(eventText(event) ?? "")),
   );
+/** Show a new event, unless the list has it already, and no more than MOST_EVENTS. @param {any} event */
+export function addEvent(event) {
+  const list = $("ul", panel("events"));
+  if (!list || $(`[data-key="${CSS.escape(keyOf(event))}"]`, list)) return;
+  list.prepend(eventLine(event));
+  if (list.children.length > MOST_EVENTS) list.lastChild.remove();
+}
 /** @param {any} run */
 export function fillPanels(run) {
   const id = run.id;
   panel("events").replaceChildren(el("ul", { class: "timeline" }, run.events.map(eventLine).reverse()));
   panel("options").replaceChildren(
     el("pre", {}, visible(run.yaml) || "–"),
-    el("p", { class: "hint" }, (run.launch.argv ?? []).join(" ")),
+    el("p", { class: "hint" }, visible([run.launch.argv ?? []].flat().join(" "))),
     el("p", { class: "hint" }, [run.launch.host, run.launch.user, run.launch.burnish].filter(Boolean).join(" · ")),
   );
   const file = (/** @type {any} */ one) =>
@@ -94,21 +104,38 @@ export class LiveLog {
     this.place = place;
     this.id = id;
     this.text = "";
+    this.end = -1; // offset in the file after the text
+    /** @type {Promise<void> | null} */
+    this.filling = null;
   }
-  async fill() {
-    this.text = (await get(`api/runs/${this.id}/log`)).text;
+  /** Load the end of the log. */
+  fill() {
+    this.filling ??= this.load().finally(() => {
+      this.filling = null;
+    });
+    return this.filling;
+  }
+  async load() {
+    const { text, to } = await get(`api/runs/${this.id}/log`);
+    this.text = text;
+    this.end = to;
     this.show();
   }
-  /** @param {string} text */
-  add(text) {
+  /** Add new text, or load the log again if the text does not follow what is shown. @param {any} part */
+  async add({ text, from, to }) {
+    await this.filling;
+    if (to <= this.end) return;
+    if (from !== this.end) return this.fill();
     this.text = (this.text + text).slice(-262144);
+    this.end = to;
     this.show();
   }
   show() {
     const place = this.place,
-      follows = place.scrollHeight - place.scrollTop - place.clientHeight < 40;
-    if (!$("#log-text", place)) place.replaceChildren(el("pre", { id: "log-text", tabindex: 0 }));
+      isNew = !$("#log-text", place);
+    if (isNew) place.replaceChildren(el("pre", { id: "log-text", tabindex: 0 }));
+    const follows = isNew || place.scrollHeight - place.scrollTop - place.clientHeight < 40;
     $("#log-text", place).textContent = plain(this.text) || t("nothing_yet");
-    if (follows || place.scrollTop === 0) place.scrollTop = place.scrollHeight;
+    if (follows) place.scrollTop = place.scrollHeight;
   }
 }

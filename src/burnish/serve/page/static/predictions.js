@@ -31,18 +31,28 @@ export async function showPredictions(place, id) {
   const more = el("button", { type: "button", onclick: () => add() }, t("more_predictions"));
   const files = el("select", { "aria-label": t("tab_files"), onchange: () => begin() });
   let next = /** @type {number | null} */ (0);
+  let begun = 0; // how often a file was selected
   const ask = () => get(`api/runs/${id}/predictions?offset=${next ?? 0}&file=${encodeURIComponent(files.value)}`);
   async function add() {
-    const found = await ask();
-    next = found.next;
-    more.hidden = next === null;
-    list.append(...found.rows.map(card));
-    return found;
+    const own = begun;
+    more.disabled = true;
+    try {
+      const found = await ask();
+      if (own !== begun) return null; // another file was selected meanwhile
+      next = found.next;
+      more.hidden = next === null;
+      list.append(...found.rows.map(card));
+      return found;
+    } finally {
+      more.disabled = false;
+    }
   }
   async function begin() {
+    begun += 1;
     next = 0;
     list.replaceChildren();
     const found = await add();
+    if (!found) return;
     if (!found.rows.length) list.append(el("p", { class: "hint" }, t("nothing_yet")));
     if (!files.children.length)
       files.replaceChildren(...found.files.map((/** @type {string} */ name) => el("option", { value: name }, name)));

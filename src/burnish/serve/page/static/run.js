@@ -4,12 +4,12 @@ import { Chart } from "./chart.js";
 import { xValues, csv, concatenated, definedPoints, tokenRates } from "./curves.js";
 import { $, $$, askToConfirm, download, el, notify, setFigure, tabs } from "./dom.js";
 import { duration, hasWeights, isRewardModel, joined, progressOf, short } from "./format.js";
-import { onRedraw, showMachine, showReward, table, wordsFor } from "./lines.js";
+import { onRedraw, showMachine, showReward, summarize, table, wordsFor } from "./lines.js";
 import { groups, nameOf, titleOf } from "./metrics.js";
-import { Failed, api, follow, get, up } from "./net.js";
+import { api, follow, get, up } from "./net.js";
 import {
   LiveLog,
-  eventLine,
+  addEvent,
   eventText,
   fillPanels,
   fillPredictions,
@@ -35,7 +35,10 @@ let timer = null;
 let warningsTimer = null;
 /** @type {any} */
 let following = null;
+/** @type {Promise<string> | null} */
+let reloading = null;
 let stage = "";
+const POINTS = 4000;
 const ignore = () => {}; // follow() reports it
 const log = new LiveLog(panel("log"), id);
 
@@ -90,39 +93,29 @@ function draw() {
       time: kind === "time",
     });
   }
-  summarize();
-  if (!$("#table").hidden) $("#table").replaceChildren(table(columns));
-}
-function summarize() {
-  const points = columns.step
-    .map((step, place) => [step, columns.loss?.[place]])
-    .filter(([, value]) => typeof value === "number");
-  if (points.length) {
-    const low = points.reduce((best, pair) => (pair[1] < best[1] ? pair : best)),
-      last = points[points.length - 1];
-    $("#summary").textContent = t("chart_summary", {
-      first: short(points[0][1]),
-      last: short(last[1]),
-      steps: last[0],
-      low: short(low[1]),
-      at: low[0],
-    });
-    $("[data-caption=loss]").textContent = t("lowest_at", { low: short(low[1]), at: low[0] });
-  }
+  for (const one of $$("#x-axis option")) one.disabled = !columns[one.value]; // other programs log no time
+  summarize(columns);
   showReward(columns, facts.loss);
   showMachine(columns);
+  if (!$("#table").hidden) $("#table").replaceChildren(table(columns));
 }
 const later = () => {
   timer ??= setTimeout(() => wordsFor(columns).then(draw), 200);
 };
+/** Load all rows, of a long run a part. They replace those that arrived one by one. Returns their cursor. */
 async function fetchSeries() {
-  const found = await get(`api/runs/${id}/series?points=4000`);
+  const found = await get(`api/runs/${id}/series?points=${POINTS}`);
   columns = found.columns;
+  following?.again(found.cursor);
   await wordsFor(columns);
   await showWarnings(found.warnings);
   draw();
   return found.cursor;
 }
+const reload = () =>
+  (reloading ??= fetchSeries().finally(() => {
+    reloading = null;
+  }));
 /** Reload the warnings, which the server computes over the whole run, after new data. */
 const updateWarnings = () => {
   warningsTimer ??= setTimeout(() => {
@@ -182,13 +175,8 @@ tabs($$("[role=tab]"), (tab) => {
 
 /** @param {string} path @param {any} body @param {string} [text] */
 const post = async (path, body, text) => {
-  try {
-    await api("POST", `api/runs/${id}/${path}`, body);
-    if (text) notify(text);
-  } catch (failed) {
-    if (failed instanceof Failed) notify(failed.message);
-    else throw failed;
-  }
+  await api("POST", `api/runs/${id}/${path}`, body);
+  if (text) notify(text);
 };
 $("#stop").addEventListener("click", () => post("stop", { how: "save" }, t("stopping")));
 $("#stop-now").addEventListener("click", async () => {
@@ -228,6 +216,7 @@ following = follow(
   (name, data) => {
     if (name === "rows") {
       columns = concatenated(columns, data.columns);
+      if (columns.step.length > 3 * POINTS) void reload().catch(ignore);
       later();
       if (data.columns.eval_loss) updateWarnings();
       if (data.columns["completions/mean_length"] && $("#tab-completions").hidden)
@@ -237,13 +226,13 @@ following = follow(
       if (data.kind === "stage") stage = data.text;
       show({});
       if (["skipped", "checkpoint"].includes(data.kind)) updateWarnings();
-      void loadRunWords().then(() => $("ul", panel("events"))?.prepend(eventLine(data)));
-    } else if (name === "resync") void Promise.all([fetchSeries(), log.fill()]).catch(ignore);
+      void loadRunWords().then(() => addEvent(data));
+    } else if (name === "resync") void Promise.all([reload(), log.fill()]).catch(ignore);
     else if (name === "gone")
       void loadRunWords().then(() => {
         sessionStorage.setItem("notice", t("run_gone", { name: facts.title }));
         location.href = `${up}runs`;
       });
-    else if (name === "log") log.add(data.text);
+    else if (name === "log") log.add(data).catch(ignore);
   },
 );
