@@ -84,7 +84,7 @@ const topics = new Topics(
 
 /** @param {string} name */
 function put(name) {
-  for (const node of $$(`[data-option="${name}"]`)) {
+  for (const node of $$(`[data-option="${CSS.escape(name)}"]`)) {
     const input = $("input, select", node),
       text = textOf(values.get(name));
     if (input.value !== text) input.value = text;
@@ -124,6 +124,7 @@ form.addEventListener("input", (/** @type {any} */ event) => {
 });
 const isEmpty = () => !values.has("model_name_or_path") || !values.has("dataset");
 function changed() {
+  checking?.abort(); // its values are no longer those of the form
   settle();
   void columns.ask(values, lists[1].datasets);
   $("#start").disabled = $("#queue").disabled = true;
@@ -143,15 +144,17 @@ const current = () => Object.fromEntries(values);
 // --- plan -------------------------------------------------------------------------------------------------------------
 
 async function check() {
-  checking?.abort();
   const mine = (checking = new AbortController());
   answer = {};
   problems = [];
   try {
-    const response = await api("POST", "api/check", { values: current(), seed: 0 }, mine.signal);
-    for await (const event of events(response)) {
+    const body = { values: current(), seed: 0 };
+    for await (const event of events(await api("POST", "api/check", body, mine.signal))) {
       const part = JSON.parse(event.data);
-      if (part.code === "superseded") return;
+      if (part.code === "superseded") {
+        if (!mine.signal.aborted) timer = setTimeout(check, 1000); // by another window
+        return;
+      }
       answer = { ...answer, ...part };
       if (part.problems) problems = part.problems;
       show();
@@ -195,6 +198,7 @@ tabs($$("#plan-tabs [role=tab]"), () => {});
 
 /** @param {string} when @param {string} folder */
 async function start(when, folder) {
+  $("#start").disabled = $("#queue").disabled = true; // until the response
   try {
     const begun = await send("POST", "api/runs", { values: current(), when, folder });
     if (begun.id) location.href = `${up}runs/${begun.id}`;
@@ -203,6 +207,7 @@ async function start(when, folder) {
       setTimeout(() => location.assign(`${up}runs`), 800);
     }
   } catch (failed) {
+    $("#start").disabled = $("#queue").disabled = false;
     if (!(failed instanceof Failed)) throw failed;
     if (failed.code !== "folder_not_empty") {
       hasTried = true;
@@ -211,15 +216,9 @@ async function start(when, folder) {
       $("[aria-invalid=true]")?.focus();
       return;
     }
-    const dialog = $("#folder-exists");
-    $("#folder-exists-text").textContent = t("taken", { folder: values.get("output_dir") });
-    dialog.showModal();
-    for (const button of $$("button", dialog))
-      button.onclick = async () => {
-        dialog.close();
-        if (button.value === "overwrite" && !(await askToConfirm(t("start_over_sure"), t("start_over")))) return;
-        if (button.value) void start(when, button.value);
-      };
+    const choice = await (await import("./taken.js")).askAboutFolder(values.get("output_dir"));
+    if (choice === "overwrite" && !(await askToConfirm(t("start_over_sure"), t("start_over")))) return;
+    if (choice) void start(when, choice);
   }
 }
 form.addEventListener("submit", (/** @type {Event} */ event) => {
@@ -234,11 +233,14 @@ $("#queue").addEventListener("click", () => start("queue", "new"));
 presets(found, change, current);
 const free = async (/** @type {string} */ path) => (await get(`api/free?folder=${encodeURIComponent(path)}`)).folder;
 const beginning = form.getAttribute("data-start"); // form.dataset is the field of that name
-if (beginning) {
-  const run = await get(`api/runs/${beginning}`),
-    { values: read } = await send("POST", "api/yaml", { text: run.yaml });
+/** Take the values of an earlier run. @param {string} id */
+async function duplicate(id) {
+  const run = await get(`api/runs/${id}`),
+    { values: read, problems: wrong } = await send("POST", "api/yaml", { text: run.yaml });
+  if (wrong.length) notify(wrong.join(" "));
   for (const [name, value] of Object.entries(read)) set(name, value);
+  set("overwrite_output_dir", "");
   set("output_dir", await free(values.get("output_dir") ?? run.folder));
-  values.delete("overwrite_output_dir");
-} else if (!values.has("output_dir")) set("output_dir", await free("saves/first"));
-changed();
+}
+const begin = async () => (beginning ? duplicate(beginning) : set("output_dir", await free("saves/first")));
+await begin().finally(changed);

@@ -1,6 +1,6 @@
 // @ts-check
 // Pickers for models and datasets: local files, hub search, upload, and a preview of the first rows.
-import { $, el, icon, tabs } from "./dom.js";
+import { $, $$, el, icon, tabs } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { Failed, api, get } from "./net.js";
 import { language, t } from "./words.js";
@@ -44,6 +44,7 @@ export function preview({ columns }) {
  * @param {{kind: "model" | "dataset", found: any[], chosen: (value: any) => void, uploaded?: (file: string) => void}} options
  */
 export function pick({ kind, found, chosen, uploaded }) {
+  const closed = new AbortController();
   const items = found.map(kind === "model" ? modelItem : dataItem);
   const title = t(`pick_${kind}`),
     done = (/** @type {any} */ value) => {
@@ -58,7 +59,7 @@ export function pick({ kind, found, chosen, uploaded }) {
   async function look(item) {
     selected = item;
     use.disabled = false;
-    for (const one of list.children) one.setAttribute("aria-pressed", String(one.item === item));
+    for (const one of $$(".item", dialog)) one.setAttribute("aria-pressed", String(one.item === item));
     shown.replaceChildren(el("h3", {}, visible(item.name)), el("p", { class: "hint" }, item.detail));
     if (!item.file) return;
     const waiting = el("span", { class: "skeleton chart" });
@@ -98,7 +99,7 @@ export function pick({ kind, found, chosen, uploaded }) {
       ? [
           [
             "upload",
-            uploadPanel((file) => {
+            uploadPanel(closed.signal, (file) => {
               dialog.close();
               uploaded?.(file);
             }),
@@ -148,7 +149,10 @@ export function pick({ kind, found, chosen, uploaded }) {
     el("footer", {}, el("button", { type: "button", onclick: () => dialog.close() }, t("cancel")), use),
   );
   tabs(buttons, () => {});
-  dialog.addEventListener("close", () => dialog.remove());
+  dialog.addEventListener("close", () => {
+    closed.abort();
+    dialog.remove();
+  });
   document.body.append(dialog);
   dialog.showModal();
 }
@@ -160,11 +164,14 @@ function hubPanel(kind, row) {
       "aria-label": t("search_hub"),
     }),
     found = el("div", { class: "items-list" });
+  let asked = 0;
   const search = async (/** @type {Event} */ event) => {
     event.preventDefault();
+    const own = (asked += 1);
     found.replaceChildren(el("span", { class: "skeleton chart" }));
     try {
       const answer = await get(`api/hub?kind=${kind}&q=${encodeURIComponent(searchInput.value)}`);
+      if (own !== asked) return; // there is a newer search
       const items = answer.found.map((/** @type {any} */ one) =>
         row({
           name: one.name,
@@ -174,7 +181,10 @@ function hubPanel(kind, row) {
       );
       found.replaceChildren(...(items.length ? items : [el("p", { class: "hint" }, t("nothing_found"))]));
     } catch (failed) {
-      found.replaceChildren(el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)));
+      if (own === asked)
+        found.replaceChildren(
+          el("p", { class: "problem" }, failed instanceof Failed ? failed.message : String(failed)),
+        );
     }
   };
   return el(
@@ -185,15 +195,18 @@ function hubPanel(kind, row) {
     found,
   );
 }
-/** @param {(file: string) => void} done */
-function uploadPanel(done) {
+/** @param {AbortSignal} closed ends an upload @param {(file: string) => void} done */
+function uploadPanel(closed, done) {
   const input = el("input", { type: "file", accept: ".jsonl,.json,.csv,.parquet", id: "upload" }),
     said = el("p", { class: "problem", role: "alert" }),
     bar = el("progress", { max: 1, value: 0, hidden: true, "aria-label": t("progress") });
   input.addEventListener("change", async () => {
-    const file = input.files[0],
-      name = file.name.replace(/[^A-Za-z0-9_.-]/g, "_");
+    const file = input.files[0];
+    if (!file) return; // the selection was cancelled
+    const name = file.name.replace(/[^A-Za-z0-9_.-]/g, "_");
+    bar.value = 0;
     bar.hidden = false;
+    input.disabled = true;
     said.textContent = "";
     try {
       for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE) {
@@ -202,12 +215,17 @@ function uploadPanel(done) {
           "PUT",
           `api/uploads/${encodeURIComponent(name)}?offset=${offset}${isLast ? "&last=1" : ""}`,
           file.slice(offset, offset + PIECE),
+          closed,
         );
         bar.value = Math.min(1, (offset + PIECE) / file.size);
         if (isLast) done((await answer.json()).file);
       }
     } catch (failed) {
       said.textContent = failed instanceof Failed ? failed.message : String(failed);
+    } finally {
+      bar.hidden = true;
+      input.disabled = false;
+      input.value = ""; // the same file can be selected again
     }
   });
   return el("div", { class: "stack" }, el("label", { for: "upload" }, t("upload_hint")), input, bar, said);

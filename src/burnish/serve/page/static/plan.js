@@ -7,10 +7,11 @@ import { language, optionalText, t } from "./words.js";
 
 /** @param {any} term */
 const termName = ({ name }) => optionalText(`term_${name.replaceAll(" ", "_")}`) ?? name;
+/** Whether the memory is enough, as a key; "" if the available memory is unknown. @param {any} memory */
+const verdictOf = ({ total, available }) => (available ? (total > available ? "too_much" : "fits") : "");
 /** @param {any} memory */
 function memoryBar(memory) {
-  const share = memory.available ? memory.total / memory.available : 0,
-    isTooMuch = share > 1;
+  const verdict = verdictOf(memory);
   const parts = memory.terms.filter((/** @type {any} */ term) => term.bytes > 0);
   const whole = Math.max(memory.total, memory.available || memory.total);
   let at = 0;
@@ -35,9 +36,9 @@ function memoryBar(memory) {
       el(
         "span",
         {},
-        t("of_free", { needed: bytes(memory.total), free: bytes(memory.available) }),
+        t("of_free", { needed: bytes(memory.total), free: memory.available ? bytes(memory.available) : "–" }),
         " ",
-        el("b", { class: isTooMuch ? "problem" : "fits" }, isTooMuch ? t("too_much") : t("fits")),
+        el("b", { class: verdict === "too_much" ? "problem" : verdict }, verdict && t(verdict)),
       ),
     ),
     bar,
@@ -61,7 +62,7 @@ export function planNodes(answer) {
   add("plan_steps", short(steps.total, language), t("steps_text", { total: steps.total, per_epoch: steps.per_epoch }));
   if (steps.rows) add("plan_rows", short(steps.rows, language));
   if (disk) add("plan_disk", bytes(disk.needed), t("disk_free", { free: bytes(disk.free) }));
-  if (steps.curve?.length) {
+  if (steps.curve?.length > 1) {
     const high = Math.max(...steps.curve) || 1;
     const points = steps.curve
       .map(
@@ -87,8 +88,8 @@ export function planLine({ steps, memory, problems = [] }) {
   if (!steps) return t("plan");
   const parts = [`${t("plan_steps")} ${steps.total}`];
   if (memory) parts.push(`${t("plan_memory")} ${bytes(memory.total)}`);
-  if (memory) parts.push(t(memory.total > memory.available ? "too_much" : "fits"));
-  return parts.join(" · ");
+  if (memory) parts.push(t(verdictOf(memory)));
+  return parts.filter(Boolean).join(" · ");
 }
 /** @param {any} answer */
 export function noteNodes(answer) {

@@ -5,13 +5,14 @@ import { Failed, send } from "./net.js";
 import { t } from "./words.js";
 
 const KEPT_ASIDE = ["output_dir", "overwrite_output_dir", "resume_from_checkpoint"]; // of one run, and of no other
+/** Numbers and switches, which every version of YAML reads in the same way. */
+const PLAIN = /^(-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d+)?|true|false)$/i;
 /** Values of the form as YAML. Text is quoted as in JSON, which is valid YAML. @param {Record<string, any>} values */
 const yamlOf = (values) =>
   Object.entries(values)
     .filter(([name]) => !KEPT_ASIDE.includes(name))
     .map(
-      ([name, value]) =>
-        `${name}: ${/^(-?[\d.]+(e[+-]?\d+)?|true|false)$/i.test(value) ? value : JSON.stringify(value)}\n`,
+      ([name, value]) => `${name}: ${typeof value !== "object" && PLAIN.test(value) ? value : JSON.stringify(value)}\n`,
     )
     .join("");
 
@@ -86,12 +87,14 @@ export function presets(found, take, current) {
     const name = $("#preset").value;
     await send("DELETE", `api/presets/${encodeURIComponent(name)}`);
     own.delete(name);
+    allPresets[name] = found.presets[name]; // one that it replaced
     show("");
   });
   $("#load-yaml").addEventListener("click", () => $("#yaml-dialog").showModal());
   $("#yaml-cancel").addEventListener("click", () => $("#yaml-dialog").close());
   $("#yaml-take").addEventListener("click", async () => {
-    const { values, problems } = await send("POST", "api/yaml", { text: $("#yaml-text").value });
+    const failed = (/** @type {Failed} */ { message }) => ({ values: {}, problems: [message] });
+    const { values, problems } = await send("POST", "api/yaml", { text: $("#yaml-text").value }).catch(failed);
     $("#yaml-problems").replaceChildren(
       ...problems.map((/** @type {string} */ sentence) => el("p", { lang: "en" }, sentence)),
     );
