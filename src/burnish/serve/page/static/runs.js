@@ -20,11 +20,14 @@ sessionStorage.removeItem("notice");
 
 const tagFilter = $("#tag-filter"),
   filters = { q: $("#search"), state: $("#state-filter"), tag: tagFilter };
-function filter() {
-  if (!tagFilter) return;
+/** Keep the filters in the URL, for a reload and for the way back. */
+function keepFilters() {
   const set = Object.entries(filters).filter(([, control]) => control.value);
   const query = new URLSearchParams(set.map(([name, control]) => [name, control.value])).toString();
-  history.replaceState(null, "", query ? `?${query}` : location.pathname); // for a reload, and for the way back
+  history.replaceState(null, "", query ? `?${query}` : location.pathname);
+}
+function filter() {
+  if (!tagFilter) return;
   const words = $("#search").value.toLowerCase().split(/\s+/),
     state = $("#state-filter").value,
     tag = tagFilter.value;
@@ -49,16 +52,22 @@ if (tagFilter) {
   for (const [name, control] of Object.entries(filters)) {
     control.value = before.get(name) ?? "";
     if (control.selectedIndex === -1) control.value = "";
-    control.addEventListener("input", filter);
+    control.addEventListener("input", () => {
+      keepFilters();
+      filter();
+    });
   }
   filter();
 }
-$("#runs")?.addEventListener("change", () => {
+/** Link to the comparison of the selected runs. */
+function linkComparison() {
   const chosen = $$("tr[data-run] input:checked").map((box) => box.value),
     link = $("#compare");
   link.hidden = chosen.length < 2;
   link.href = `${up}compare?runs=${chosen.join(",")}`;
-});
+}
+$("#runs")?.addEventListener("change", linkComparison);
+addEventListener("pageshow", linkComparison); // the browser restores the selection on the way back
 for (const button of $$("[data-unqueue]")) {
   button.addEventListener("click", async () => {
     try {
@@ -115,28 +124,19 @@ async function remove(row, name) {
     notify(t("delete_running"));
     return;
   }
-  try {
-    const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
-    const next = row.nextElementSibling ?? row.previousElementSibling;
-    row.remove();
-    if (next) $("summary", next)?.focus();
-    filter();
-    notify(t("deleted", { name }), [
-      t("undo"),
-      async () => {
-        try {
-          await send("POST", `api/trash/${entry}`, {});
-          location.reload();
-        } catch (failed) {
-          if (failed instanceof Failed) notify(failed.message);
-          else throw failed;
-        }
-      },
-    ]);
-  } catch (failed) {
-    if (failed instanceof Failed) notify(failed.message);
-    else throw failed;
-  }
+  const { entry } = await send("DELETE", `api/runs/${row.dataset.run}`);
+  const next = row.nextElementSibling ?? row.previousElementSibling;
+  row.remove();
+  if (next) $("summary", next)?.focus();
+  filter();
+  linkComparison();
+  notify(t("deleted", { name }), [
+    t("undo"),
+    async () => {
+      await send("POST", `api/trash/${entry}`, {});
+      location.reload();
+    },
+  ]);
 }
 for (const place of $$("[data-menu]")) {
   const row = place.closest("tr"),
@@ -180,6 +180,7 @@ follow(
       for (const node of $$(`[data-run="${run.run}"]`)) node.remove();
       for (const node of $$(`[data-live="${run.run}"]`)) removeCard(node);
       filter();
+      linkComparison();
       return;
     }
     if (name !== "run") return;
