@@ -644,7 +644,8 @@ def test_page_folder_is_private_and_used_by_one_page(tmp_path) -> None:
 def test_invalid_page_options_are_rejected(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "7999")
     assert read_options(["--page", "chat"])[0].web_port == 7999
-    assert read_options(["--page", "chat"])[1] == "chat"
+    pages = ["chat", "evaluate", "settings"]
+    assert [read_options(["--page", page])[1] for page in pages] == pages
     for argv, message in (
         (["web_key=0123456789abcdef"], "process list"), (["web_prot=1"], "web_port"),
         (["web_roots=[/no/where]"], "must contain existing folders"),

@@ -21,6 +21,7 @@ from burnish.serve.api.options import with_adapters
 from burnish.serve.page.options import ENVIRONMENT, NamedModel, WebOptions, check_web
 from burnish.utils.collection import collect_garbage_as_usual
 
+_PAGES = ("runs", "new", "compare", "chat", "evaluate", "export", "settings")
 _OWN = tuple(field.name for field in fields(WebOptions))
 
 
@@ -99,8 +100,8 @@ def read_options(argv: Sequence[str]) -> tuple[WebOptions, str]:
         if name not in _OWN
     ]
     options = _build_options({name: item for name, item in values.items() if name in _OWN}, problems)
-    if page not in ("runs", "new", "chat", "export", "compare"):
-        raise UserError(f'Unknown page "{page}".', remedy="Choose one of: runs, new, chat, export, compare.")
+    if page not in _PAGES:
+        raise UserError(f'Unknown page "{page}".', remedy=f"Choose one of: {', '.join(_PAGES)}.")
     return options, page
 
 
