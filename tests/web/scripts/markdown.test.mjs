@@ -71,3 +71,18 @@ test("every word of a text is kept", () => {
     for (const [word] of source.matchAll(/w\d+/g)) assert.ok(shown.includes(word), JSON.stringify([source, word]));
   }
 });
+test("tabs in code are kept, and taken for four spaces elsewhere", () => {
+  const code = (content) => ({ kind: "code", language: "make", text: content });
+  assert.deepEqual(parse("```make\na:\n\tb\n```\n\tc"), [code("a:\n\tb"), text("    c")]);
+  assert.deepEqual(parse("- a\n\n  ```make\n  a:\n  \tb\n  ```"), [list(null, [text("a"), code("a:\n\tb")])]);
+});
+test("the marks at the end of a heading are left out", () => {
+  const headings = parse("# a #\n## b#\n# # c ##  \n# ##").map((block) => block.text);
+  assert.deepEqual(headings, ["a", "b#", "# c", ""]);
+});
+test("long lines of marks and spaces are parsed at once", () => {
+  const began = performance.now();
+  for (const line of ["```" + " ".repeat(5000) + "`", "~".repeat(5000) + "`", "#" + " #".repeat(5000) + "x"])
+    parse(line);
+  assert.ok(performance.now() - began < 1000);
+});

@@ -11,15 +11,30 @@
  * A list with a start is numbered.
  */
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*?)\s*$/,
-  HEADING = /^ {0,3}#{1,6}\s+(.*?)(?:\s+#+)?\s*$/,
+// Each pattern takes linear time, because a model may write anything.
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/,
+  HEADING = /^ {0,3}#{1,6}\s/,
   RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/,
   QUOTE = /^ {0,3}> ?/,
   ITEM = /^(\s*)(?:[-*+]|(\d{1,9})[.)])(\s+|$)/,
   DASHES = /^[\s|:]*-[\s|:-]*$/;
 const MAX_DEPTH = 8;
 
-const indentOf = (/** @type {string} */ line) => line.length - line.trimStart().length;
+const indentOf = (/** @type {string} */ line) =>
+  line.slice(0, line.length - line.trimStart().length).replaceAll("\t", "    ").length;
+/** Remove up to a number of columns of the indentation. A tab counts as four. @param {string} line @param {number} columns */
+function outdent(line, columns) {
+  let at = 0;
+  for (; at < line.length && columns > 0 && /\s/.test(line[at]); at += 1) columns -= line[at] === "\t" ? 4 : 1;
+  return line.slice(at);
+}
+/** The text of a heading, without the marks at its end. @param {string} line */
+function headingOf(line) {
+  const text = line.trim().replace(/^#+\s*/, "");
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return end && text[end - 1].trim() ? text : text.slice(0, end).trimEnd();
+}
 const isItem = (/** @type {string} */ line) => ITEM.test(line) && !RULE.test(line);
 const cellsOf = (/** @type {string} */ line) =>
   line
@@ -29,7 +44,14 @@ const cellsOf = (/** @type {string} */ line) =>
     .map((cell) => cell.trim());
 
 /** Parse a text. @param {string} text @returns {Block[]} */
-export const parse = (text) => blocks(text.replace(/\t/g, "    ").split("\n"), 0);
+export function parse(text) {
+  let isCode = false; // tabs in code are kept
+  const lines = text.split("\n").map((line) => {
+    if (FENCE.test(line.trimStart())) isCode = !isCode;
+    return isCode ? line : line.replaceAll("\t", "    ");
+  });
+  return blocks(lines, 0);
+}
 
 /** @param {string[]} lines @param {number} depth @returns {Block[]} */
 function blocks(lines, depth) {
@@ -41,7 +63,7 @@ function blocks(lines, depth) {
     if (!line.trim()) at += 1;
     else if (FENCE.test(line)) at = code(lines, at, found);
     else if (HEADING.test(line)) {
-      found.push({ kind: "heading", text: line.replace(HEADING, "$1") });
+      found.push({ kind: "heading", text: headingOf(line) });
       at += 1;
     } else if (RULE.test(line)) {
       found.push({ kind: "rule" });
@@ -96,8 +118,8 @@ function code(/** @type {string[]} */ lines, /** @type {number} */ at, /** @type
   let end = at + 1;
   while (end < lines.length && !(lines[end].trim().startsWith(mark) && !lines[end].trim().replaceAll(mark[0], "")))
     end += 1;
-  const inside = lines.slice(at + 1, end).map((line) => line.slice(Math.min(indent, indentOf(line))));
-  found.push({ kind: "code", language: language.toLowerCase(), text: inside.join("\n") });
+  const inside = lines.slice(at + 1, end).map((line) => outdent(line, indent));
+  found.push({ kind: "code", language: language.trim().toLowerCase(), text: inside.join("\n") });
   return end + 1;
 }
 /** Add a list. The lines of an item are those indented more than its marker, and lines that continue its paragraph. */
@@ -118,7 +140,7 @@ function list(
       const line = lines[at],
         follows = lines[at - 1].trim() && !interrupts(lines, at);
       if (line.trim() && indentOf(line) <= indent.length && !(follows && !isItem(line))) break;
-      inside.push(line.slice(Math.min(marker.length, indentOf(line))));
+      inside.push(outdent(line, marker.length));
     }
     items.push(blocks(inside, depth + 1));
   }
