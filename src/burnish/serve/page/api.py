@@ -43,6 +43,7 @@ from burnish.serve.page.runs.follow import (
     read_cursor,
 )
 from burnish.serve.page.runs.listing import joined
+from burnish.serve.page.runs.log_columns import MOST_ROWS
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import FoundRun, id_of
@@ -146,7 +147,7 @@ class Api:
 
     async def series(self, request: Request) -> Response:
         run = await self.site.run(request.path_params["id"])
-        points = min(20_000, max(16, whole_number(request.query_params.get("points"), "points", 4000)))
+        points = min(MOST_ROWS, max(16, whole_number(request.query_params.get("points"), "points", 4000)))
         columns, offset = await asyncio.to_thread(series, run.folder)
         cursor = cursor_text({run.id: replace(end_of(run.folder, run), rows=offset)})
         found = [{"key": one.key, "values": one.values} for one in await asyncio.to_thread(warnings_of, run, columns)]

@@ -33,8 +33,8 @@ const cursors = [];
 /** @type {any} */
 let timer = null;
 function redraw() {
-  timer = null;
-  if (chosen.every((id) => series.has(id))) draw();
+  timer = $(".plot:active") ? setTimeout(redraw, 200) : null; // a selection of a range would be lost
+  if (!timer && chosen.every((id) => series.has(id))) draw();
 }
 /** Runs that are loaded again. @type {Set<string>} */
 const reloading = new Set();

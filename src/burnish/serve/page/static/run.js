@@ -46,6 +46,7 @@ const log = new LiveLog(panel("log"), id);
 
 function draw() {
   timer = null;
+  if ($(".plot:active")) return void later(); // a selection of a range would be lost
   if (!isTraining || !columns.step.length) return;
   const kind = $("#x-axis").value,
     smoothing = Number($("#smoothing").value),
@@ -185,9 +186,10 @@ $("#stop-now").addEventListener("click", async () => {
     void post("stop", { how: "now" });
 });
 $("#resume").addEventListener("click", () => post("continue", {}));
-$("#csv")?.addEventListener("click", () =>
-  download(new Blob([csv(columns)], { type: "text/csv" }), `${facts.title}.csv`),
-);
+$("#csv")?.addEventListener("click", async () => {
+  const all = (await get(`api/runs/${id}/series?points=1000000`)).columns; // the charts have a part of a long run
+  download(new Blob([csv(all)], { type: "text/csv" }), `${facts.title}.csv`);
+});
 if (isTraining) {
   for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
   $("#as-table").addEventListener("input", (/** @type {any} */ event) => {
