@@ -65,7 +65,8 @@ export async function* answers(engine, body, one, signal) {
       one.reasoning += part.delta.reasoning_content ?? "";
       for (const call of part.delta.tool_calls ?? []) {
         if (call.function.name) one.calls.push({ id: call.id, name: call.function.name, arguments: "" });
-        one.calls.at(-1).arguments += call.function.arguments ?? "";
+        const known = one.calls[call.index] ?? one.calls.at(-1);
+        if (known) known.arguments += call.function.arguments ?? "";
       }
       for (const token of part.logprobs?.content ?? []) one.pieces.push([token.token, token.logprob]);
     }
