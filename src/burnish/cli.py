@@ -280,7 +280,7 @@ COMMANDS: dict[str, Command] = {
         unread="inference.options:TRAINING_ONLY",
     ),
     "webui": Command(
-        "[key=value ...]",
+        "[--page NAME] [key=value ...]",
         "web UI: configure and monitor runs, chat with the resulting models",
         "serve.page.command:webui",
         _WEB_OPTIONS,
