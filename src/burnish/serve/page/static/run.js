@@ -98,6 +98,7 @@ function draw() {
   summarize(columns);
   showReward(columns, facts.loss);
   showMachine(columns);
+  $("#table").hidden = !$("#as-table").checked; // it may have been selected before this script was loaded
   if (!$("#table").hidden) $("#table").replaceChildren(table(columns));
 }
 const later = () => {
@@ -191,11 +192,8 @@ $("#csv")?.addEventListener("click", async () => {
   download(new Blob([csv(all)], { type: "text/csv" }), `${facts.title}.csv`);
 });
 if (isTraining) {
-  for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
-  $("#as-table").addEventListener("input", (/** @type {any} */ event) => {
-    $("#table").hidden = !event.target.checked;
-    draw();
-  });
+  for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip", "#as-table"])
+    $(control).addEventListener("input", draw);
   onRedraw(draw);
 }
 
