@@ -226,6 +226,15 @@ def ask(visitor, question: str) -> None:
     visitor.get_by_text("It is three.").wait_for()
 
 
+def wait_until(visitor, held: list[object]) -> None:
+    """Wait until a request is held. Its handler runs only while the browser is waited for."""
+    for _ in range(100):
+        if held:
+            return
+        visitor.wait_for_timeout(100)
+    raise AssertionError("no request was held")
+
+
 def select_conversation(visitor, question: str) -> None:
     visitor.click("#history")
     visitor.locator("#history-list .history-entry", has_text=question).locator("button.grow").click()
@@ -257,7 +266,7 @@ def test_conversation_selected_last_is_shown(visitor, requests) -> None:
     held: list[object] = []
     visitor.route("**/api/chats/*", lambda route: route.continue_() if held else held.append(route))
     select_conversation(visitor, "First question")
-    wait_for(lambda: held)
+    wait_until(visitor, held)
     select_conversation(visitor, "Second question")
     shown = visitor.locator('.side[data-side="0"] .turn.user .text')
     shown.get_by_text("Second question").wait_for()
@@ -288,7 +297,7 @@ def test_model_selected_last_answers_and_unload_ends_all(visitor, server, reques
     visitor.route("**/api/engines/*", end)
     first = visitor.locator("select[data-side='0']").input_value()
     visitor.select_option("select[data-side='0']", "path:model")
-    wait_for(lambda: held)
+    wait_until(visitor, held)
     visitor.select_option("select[data-side='0']", first)
     visitor.locator("#engine-states", has_text="first ✓").wait_for()
     held[0].fulfill(status=200, content_type="application/json", body=json.dumps(other))
@@ -327,6 +336,7 @@ def test_tool_result_waits_for_the_response_of_the_other_model(visitor, server, 
     visitor.click("#send")
     visitor.locator(".result-form textarea").fill("5")
     visitor.locator(".result-form button").click()
+    wait_until(visitor, held)
     held[0].fulfill(status=200, content_type="text/event-stream", body=chunks({"content": "It is four."}))
     visitor.get_by_text("It is four.").wait_for()
     visitor.get_by_text("It is five.").wait_for()
