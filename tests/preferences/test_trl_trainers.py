@@ -390,6 +390,16 @@ def test_deprecated_token_id_columns_are_trained_with_one_warning(folder, tmp_pa
     assert losses(trainer)
 
 
+def test_masked_tokens_of_deprecated_columns_are_not_trained(folder, tmp_path):
+    """As scripts for early versions of TRL wrote them, with padding."""
+    row = {"input_ids_chosen": [0, 5, 6, 7, 0], "attention_mask_chosen": [0, 1, 1, 1, 0],
+           "input_ids_rejected": [5, 6, 20, 0, 0], "attention_mask_rejected": [1, 1, 1, 0, 0]}  # fmt: skip
+    with pytest.warns(FutureWarning, match="rename"):
+        trainer = make("RewardTrainer", folder / "plain", tmp_path, [row] * 4, max_steps=1)
+    first = trainer.train_dataset[0]
+    assert (first["chosen_ids"], first["rejected_ids"]) == ([5, 6, 7], [5, 6, 20])
+
+
 def test_classifier_with_several_labels_is_not_a_reward_model(folder, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
     options = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}

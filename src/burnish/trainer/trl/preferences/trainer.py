@@ -167,6 +167,10 @@ class RewardTrainer(PreferenceTrainer):
             renamed = ", ".join(f"`{word}` to `{name}`" for word, name in old.items())
             notes.warn(f"Deprecated columns: rename {renamed}.", FutureWarning)
             dataset = dataset.rename_columns(old)
+            masks = {f"{side}_ids": pattern.format(side=side).replace("input_ids", "attention_mask")
+                     for side in ("chosen", "rejected")}  # fmt: skip
+            if {*masks.values()} <= {*column_names(dataset)}:
+                dataset = dataset.map(_without_padding, fn_kwargs={"masks": masks}, remove_columns=[*masks.values()])
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _pad_token(self, args: PreferenceConfig) -> str | None:
@@ -174,6 +178,15 @@ class RewardTrainer(PreferenceTrainer):
         of a row."""
         tokenizer = self._tokenizer
         return args.pad_token or str(tokenizer.convert_ids_to_tokens(pad_of_classifier(tokenizer, _OTHER_PADDING)))
+
+
+def _without_padding(row: Mapping[str, Any], masks: Mapping[str, str]) -> dict[str, list[int]]:
+    """Return the token ids of a row without those that an attention mask excludes.
+
+    Args:
+        masks: name of a column of token ids -> that of its attention mask.
+    """
+    return {ids: [one for one, use in zip(row[ids], row[mask], strict=True) if use] for ids, mask in masks.items()}
 
 
 _OTHER_PADDING = (
