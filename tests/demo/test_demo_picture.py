@@ -31,7 +31,7 @@ def test_model_card_of_a_vision_model_loads_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("burnish.demo.images._HELD_OUT", 3)
     options = ["max_steps=1", "warmup_steps=0", "use_cpu=true", "save_strategy=no", "eval_strategy=no"]
     assert demo_picture(options) == 0
-    assert "No more responses are correct than before training." in capsys.readouterr().out
+    assert "The share of correct responses did not increase." in capsys.readouterr().out
     header, code = (tmp_path / "demo-image-run/README.md").read_text().split("## How to use it")
     assert "pipeline_tag: image-text-to-text" in header
     assert "burnish chat demo-image-run" in code

@@ -188,6 +188,7 @@ def vision_model(tmp_path_factory):
     return folder / "llava_onevision"
 
 
+@pytest.mark.slow
 def test_image_settings_of_a_model_do_not_depend_on_the_cache(downloads, vision_model):
     options = ModelOptions(model_name_or_path="org/model", **downloads(org_model=vision_model))
     local = ModelOptions(model_name_or_path=str(vision_model))

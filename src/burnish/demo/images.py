@@ -50,7 +50,7 @@ def demo_picture(argv: list[str]) -> int:
     place, image = shlex.quote(str(folder)), shlex.quote(str(data / questions[0].prompt))
     asked = f"chat {place} --once {shlex.quote(QUESTION)} --image {image} temperature=0"
     if exact_match_rate(questions, after) <= exact_match_rate(questions, before):
-        note("No more responses are correct than before training. Without options, the demo trains longer.")
+        note("The share of correct responses did not increase. Train for more steps; the default is enough.")
     note(next_steps([asked, f"chat {place}", f"api {place}"]))
     return 0
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from burnish.models.images.processor import copy_companions
 from burnish.models.quiet import suppress_loading_messages
@@ -102,6 +101,8 @@ def replacing_weights(folder: Path) -> Iterator[None]:
     Shards do not overwrite a single ``model.safetensors``, which libraries load first, and a single file does not
     overwrite shards and their index.
     """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     earlier = index.with_name(f"{index.name}.earlier")
     if index.is_file():
