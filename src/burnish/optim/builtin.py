@@ -282,7 +282,7 @@ _SET_ELSEWHERE = {
     "capturable": _NO_GRAPHS,
     "differentiable": _NO_GRAPHS,
 }
-"""Arguments that the parameter groups set, or that have no use in a run -> what to do."""
+"""Arguments that are set by the parameter groups, or not supported -> the remedy of the error."""
 
 
 def adam_arguments(options: OptimOptions) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from burnish.serve.http.errors import APIError
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": "application/json",
           ".woff2": "font/woff2"}  # fmt: skip
 _COMMENTS = re.compile(rb"^[ \t]*//[^\n]*|/\*\*\s.*?\*/ ?", re.MULTILINE | re.DOTALL)
-"""Comments of a script: whole lines, and JSDoc."""
+"""Matches the comments of a script: whole lines and JSDoc."""
 
 
 class MemoryFiles:
@@ -54,8 +54,8 @@ class MemoryFiles:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file. Scripts lose their comments, which are a fifth of their compressed size, and keep
-    their line numbers."""
+    """Return the content of a file. The comments of a script, a fifth of its compressed size, are removed; its line
+    numbers stay the same."""
     body = path.read_bytes()
     if path.suffix != ".js" or path.stem.endswith(".min"):
         return body

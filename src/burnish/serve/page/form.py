@@ -171,7 +171,7 @@ class Form:
 
 
 _ENTRIES = threading.Lock()
-"""Held from reading to writing a ``dataset_info.json``: requests run in several threads."""
+"""Lock that is held while ``dataset_info.json`` is read and written: requests run in several threads."""
 
 
 def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
