@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from script_runs import as_dataset, labelled_examples, losses, make, message_list, pairs, weights
+from script_runs import PLAIN, as_dataset, labelled_examples, losses, make, message_list, pairs, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 import burnish
@@ -584,12 +584,70 @@ def test_arguments_of_earlier_configs_have_no_effect_and_give_a_warning(tmp_path
         burnish.DPOConfig(tmp_path, **{name: 8})
 
 
-def test_deprecated_constructor_arguments_point_to_the_config(folder, tmp_path):
-    with pytest.raises(TypeError, match=r"Use DPOConfig\(beta=...\)"):
-        make("DPOTrainer", folder / "model", tmp_path, trainer_args={"beta": 0.1})
+@pytest.mark.parametrize(
+    ("kind", "old", "field"),
+    [
+        ("DPOTrainer", {"beta": 0.4, "loss_type": "ipo", "label_pad_token_id": -100, "ref_adapter_name": None}, "beta"),
+        ("KTOTrainer", {"max_length": 60, "max_prompt_length": 8}, "max_length"),
+        ("RewardTrainer", {"max_length": 60}, "max_length"),
+    ],
+)
+def test_constructor_arguments_of_earlier_versions_are_fields_of_the_config(kind, old, field, folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with pytest.warns(FutureWarning, match="`tokenizer` of .* is deprecated"):
-        make("DPOTrainer", folder / "model", tmp_path, trainer_args={"tokenizer": tokenizer})
+    given = {**old, "tokenizer": tokenizer}
+    with pytest.warns(FutureWarning, match=f"Deprecated arguments of {kind}: ") as caught:
+        trainer = make(kind, folder / "model", tmp_path, trainer_args=given, learning_rate=3e-4)
+    (message,) = [str(one.message) for one in caught if "Deprecated arguments" in str(one.message)]
+    assert f"`{field}` (use {kind.replace('Trainer', 'Config')}({field}=...))" in message
+    assert "`tokenizer` (use processing_class=)" in message
+    assert trainer.processing_class is tokenizer
+    assert (getattr(trainer.args, field), trainer.args.learning_rate) == (old[field], 3e-4)
+    if kind == "DPOTrainer":
+        assert trainer.args.loss_type == ["ipo"]
+        assert trainer.objective.options.pref_beta == 0.4
+
+
+def test_arguments_of_transformers_take_old_constructor_arguments(folder, tmp_path):
+    """As in scripts for TRL before 0.9, which had no DPOConfig."""
+    args = burnish.TrainingArguments(tmp_path, use_cpu=True, max_steps=1, report_to="none", fp16=True)
+    with pytest.warns(FutureWarning, match="Deprecated arguments of DPOTrainer") as caught:
+        trainer = burnish.DPOTrainer(
+            read(folder / "model"), None, args, beta=0.3, train_dataset=as_dataset(pairs()), max_length=64,
+            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        )  # fmt: skip
+    assert (trainer.args.beta, trainer.args.max_length, trainer.args.max_steps) == (0.3, 64, 1)
+    assert not [str(one.message) for one in caught if "fp16" in str(one.message)]  # the arguments gave this warning
+
+
+@pytest.mark.parametrize(
+    ("old", "error", "message"),
+    [
+        ({"ref_adapter_name": "reference"}, ValueError, "`ref_adapter_name` was removed from DPOTrainer. The ref"),
+        ({"beta": 0}, ValueError, "`beta` must be greater than 0"),
+        ({"learning_rate": 0.1}, TypeError, r"Use DPOConfig\(learning_rate=...\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_invalid_old_constructor_arguments_are_refused(old, error, message, folder, tmp_path):
+    with pytest.raises(error, match=message):
+        make("DPOTrainer", folder / "model", tmp_path, trainer_args=old)
+
+
+def test_old_fields_that_a_script_sets_on_a_config_count(folder, tmp_path):
+    args = burnish.KTOConfig(str(tmp_path), **PLAIN)
+    args.max_prompt_length, args.generate_during_eval = 8, False
+    rows = as_dataset(labelled_examples())
+    with pytest.warns(FutureWarning, match=r"`max_prompt_length` \(no effect: prompt and completion are truncated"):
+        burnish.KTOTrainer(str(folder / "model"), args=args, train_dataset=rows)
+    args.ref_adapter_name = "reference"
+    with pytest.raises(ValueError, match="`ref_adapter_name` was removed from KTOTrainer"):
+        burnish.KTOTrainer(str(folder / "model"), args=args, train_dataset=rows)
+    args = burnish.SFTConfig(str(tmp_path), **PLAIN)
+    args.max_seq_length = 3
+    texts = as_dataset([{"text": "one two three four five six"}])
+    with pytest.warns(FutureWarning, match=r"`max_seq_length` \(use SFTConfig"):
+        trainer = burnish.SFTTrainer(str(folder / "model"), args, train_dataset=texts)
+    assert len(trainer.train_dataset[0]["input_ids"]) == 3
 
 
 def test_script_reads_arguments_from_command_line(tmp_path):

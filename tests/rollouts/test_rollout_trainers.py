@@ -241,7 +241,7 @@ def test_unknown_argument_says_where_it_belongs(folder, name, remedy):
 
 def test_tokenizer_is_the_earlier_name_of_processing_class(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    with pytest.warns(FutureWarning, match="`tokenizer` of GRPOTrainer is deprecated"):
+    with pytest.warns(FutureWarning, match="Deprecated arguments of GRPOTrainer: `tokenizer`"):
         trainer = trainer_of(folder, trainer_args={"tokenizer": tokenizer})
     with pytest.warns(FutureWarning, match="`Trainer.tokenizer` is deprecated"):
         assert trainer.tokenizer is trainer.processing_class is tokenizer

@@ -276,7 +276,7 @@ def test_contradictory_trainer_arguments_are_rejected(tmp_path, options, error, 
 
 
 def test_eval_strategy_requires_a_dataset_and_so_does_training(tmp_path):
-    with pytest.raises(ValueError, match="`eval_dataset` is missing"):
+    with pytest.raises(ValueError, match="`eval_strategy` is steps, but `eval_dataset` is missing"):
         make_trainer(tmp_path, eval_strategy="steps", eval_steps=2)
     with pytest.raises(ValueError, match="training requires a train_dataset"):
         Trainer(Regression(), arguments(tmp_path)).train()

@@ -113,7 +113,7 @@ def test_dependent_arguments_are_derived():
         ({"save_strategy": "steps", "save_steps": math.inf}, "`save_steps` must be an integer .* Received: inf"),
         ({"logging_steps": 0}, "requires a non-zero `logging_steps`"),
         ({"eval_strategy": "steps", "eval_steps": 2.5}, "`eval_steps` must be an integer"),
-        ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "the same as"),
+        ({"eval_strategy": "steps", "load_best_model_at_end": True, "save_strategy": "epoch"}, "save_strategy epoch"),
         ({"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 15,
           "load_best_model_at_end": True}, "to be a multiple of `eval_steps`"),
         ({"eval_strategy": "steps", "eval_steps": 0.1, "save_strategy": "steps", "save_steps": 15,

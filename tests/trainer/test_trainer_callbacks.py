@@ -231,3 +231,10 @@ def test_tensorboard_receives_logs(tmp_path):
 def test_missing_tracker_library_is_rejected_by_name(tmp_path):
     with pytest.raises(burnish.UserError, match="azureml"):
         make_trainer(tmp_path, report_to="azure_ml")
+
+
+def test_arguments_in_the_order_of_earlier_versions_are_refused_with_advice(tmp_path):
+    """Before transformers 4.47 there was no ``compute_loss_func``, so the optimizers came one position earlier."""
+    args = arguments(tmp_path)
+    with pytest.raises(TypeError, match=r"`callbacks` must be a list of callbacks.*Pass the arguments .* by name"):
+        Trainer(Regression(), args, None, points(4), None, None, None, None, None, (None, None))

@@ -260,6 +260,19 @@ def test_sampler_override_without_a_dataset_determines_order(tmp_path):
     assert losses(ordered) == losses(trained(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1))
 
 
+def test_overrides_of_earlier_versions_are_called_as_they_expect(tmp_path):
+    class Earlier(Trainer):
+        def log(self, logs):
+            super().log({**logs, "twice": 2 * logs.get("loss", 0)})
+
+        def _save_checkpoint(self, model, trial, metrics=None):
+            super()._save_checkpoint(model, trial, metrics=metrics)
+
+    trainer = trained(tmp_path, Earlier, max_steps=2, save_strategy="steps", save_steps=2)
+    assert [log["twice"] for log in trainer.state.log_history[:2]] == [2 * loss for loss in losses(trainer)]
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
 def test_create_optimizer_and_create_scheduler_overrides(tmp_path):
     class CustomTrainer(Trainer):
         def create_optimizer(self, model=None):

@@ -24,6 +24,7 @@ from burnish.config.errors import UserError
 from burnish.trainer import notes
 from burnish.trainer.accelerator import ParallelAccelerator
 from burnish.trainer.arguments.training import TrainingArguments
+from burnish.trainer.arguments.values import plain
 from burnish.trainer.notes import logger
 
 Config = TypeVar("Config", bound=TrainingArguments)
@@ -188,6 +189,9 @@ def callback_list(callbacks: Any) -> list[Any]:
         return []
     if not isinstance(callbacks, list | tuple):
         raise TypeError(f"`callbacks` must be a list of callbacks. Received: {value_and_type(callbacks)}.")
+    if any(callback is None for callback in callbacks):  # the optimizers, in the order of earlier versions
+        remedy = "Pass the arguments of the trainer by name: their order differs between versions of transformers."
+        raise TypeError(f"`callbacks` must be a list of callbacks. Received: {value_and_type(callbacks)}. {remedy}")
     return list(callbacks)
 
 
@@ -221,8 +225,8 @@ def check_sets(args: TrainingArguments, train_dataset: Any, eval_dataset: Any, c
         )
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
-            f"`eval_strategy` is {args.eval_strategy}, but `eval_dataset` is missing. Pass an `eval_dataset`, or set "
-            "`eval_strategy` to `no`."
+            f"`eval_strategy` is {plain(args.eval_strategy)}, but `eval_dataset` is missing. Pass an `eval_dataset`, "
+            "or set `eval_strategy` to `no`."
         )
     if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
         raise ValueError(

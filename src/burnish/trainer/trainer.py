@@ -35,6 +35,7 @@ from burnish.trainer.data.torch_loader import PaddingBatch, TorchLoader, num_bat
 from burnish.trainer.files.transformers_checkpoints import is_foreign, load_foreign
 from burnish.trainer.methods.base import StepInProgress
 from burnish.trainer.methods.copied import CopiedMethods
+from burnish.trainer.methods.data import call_with_accepted
 from burnish.trainer.methods.evaluation import EvaluationMethods
 from burnish.trainer.methods.files import FileMethods, TrainerModel
 from burnish.trainer.methods.loss import (
@@ -375,7 +376,7 @@ class TrainerLoop(Loop):
         if "skipped_steps" in values:
             logger.warning(skipped_steps_message(values["skipped_steps"], self.state.global_step))
         if "loss" in values:
-            self.trainer.log(values, self.started_s)
+            call_with_accepted(self.trainer.log, values, self.started_s)
         else:
             self.trainer.log(values)
 

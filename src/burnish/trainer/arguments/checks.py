@@ -15,6 +15,7 @@ from burnish.config.options import check_bounds
 from burnish.parallel.checks import parallel_notes
 from burnish.trainer import notes
 from burnish.trainer.arguments.fields import Fields
+from burnish.trainer.arguments.values import plain
 
 LARGE = 1_000_000  # fractions are compared as integers in millionths
 
@@ -85,7 +86,7 @@ def _check_best_model(args: Fields) -> None:
     if args.eval_strategy != args.save_strategy:
         raise ValueError(
             "`load_best_model_at_end` requires `save_strategy` to be the same as `eval_strategy`, or best. "
-            f"Received: save_strategy {args.save_strategy}, eval_strategy {args.eval_strategy}."
+            f"Received: save_strategy {plain(args.save_strategy)}, eval_strategy {plain(args.eval_strategy)}."
         )
     if args.eval_strategy != "steps":
         return

@@ -66,8 +66,13 @@ class FileMethods(OptimizerMethods):
         """The tokenizer or processor that is saved with the model."""
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save ``checkpoint-<step>`` with everything that the run needs to resume."""
+    def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: Any = None) -> None:
+        """Save ``checkpoint-<step>`` with everything that the run needs to resume.
+
+        Args:
+            model, trial: of the run.
+            metrics: not used. Overrides for earlier versions of transformers pass it.
+        """
         assert self._loop is not None
         self.store_flos()
         folder = self._loop.write_checkpoint()

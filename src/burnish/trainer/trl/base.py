@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from burnish.config.errors import UserError, did_you_mean
+from burnish.config.errors import UserError
 from burnish.models.images.processor import copy_companions
-from burnish.trainer import notes
-from burnish.trainer.arguments.old_names import RENAMED
 from burnish.trainer.trainer import Trainer
 from burnish.trainer.trl.lengths import refuse_long_rows
 
@@ -52,28 +49,6 @@ class argument(Generic[Config]):
         self.write(trainer, value)
 
 
-_RENAMED_ARGUMENTS = {
-    "config": "args", "policy": "model", "reward_model": "reward_funcs",
-    "reward_processing_class": "reward_processing_classes",
-}  # fmt: skip
-"""Argument of a constructor in earlier versions of TRL -> current argument."""
-
-
-def unexpected_argument(name: str, kind: type, of_arguments: type) -> TypeError:
-    """The error for an unknown argument of a constructor, which says where it belongs.
-
-    Args:
-        name: the argument. kind: the trainer. of_arguments: the class of its arguments.
-    """
-    field, arguments = RENAMED.get(name, name), inspect.signature(kind).parameters
-    renamed = _RENAMED_ARGUMENTS.get(name)
-    if field in inspect.signature(of_arguments).parameters:
-        where = f" Use {of_arguments.__name__}({field}=...)."
-    else:
-        where = f" Use `{renamed}`." if renamed in arguments else did_you_mean(name, arguments)
-    return TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}.{where}")
-
-
 class TrlTrainer(Trainer):
     """Base class of TRL's trainers.
 
@@ -103,18 +78,6 @@ class TrlTrainer(Trainer):
     def _refuse_long_rows(self, datasets: Mapping[str, Any]) -> None:
         if type(self.data_collator) in self._own_collators:
             refuse_long_rows(self.model, datasets)
-
-    def _take_old_names(self, processing_class: Any, old: dict[str, Any], config: type) -> Any:
-        """Return the processing class. Args: old: further arguments of the constructor. config: its class of
-        arguments."""
-        if "tokenizer" in old:
-            what = f"`tokenizer` of {type(self).__name__} is deprecated. Use `processing_class` instead."
-            notes.warn(what, FutureWarning)
-            tokenizer = old.pop("tokenizer")
-            processing_class = tokenizer if processing_class is None else processing_class
-        if old:
-            raise unexpected_argument(next(iter(old)), type(self), config)
-        return processing_class
 
     @property
     def _tag_names(self) -> list[str]:

@@ -33,6 +33,7 @@ from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
+from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.preferences.collator import (
     REFERENCE,
     Padded,
@@ -66,7 +67,6 @@ from burnish.trainer.trl.sft.setup import (
     inner_tokenizer,
     is_template_file,
     load_named_model,
-    resolve_config,
     resolve_model,
     vocabulary_size,
 )
@@ -129,8 +129,7 @@ class PreferenceTrainer(OverridableTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = resolve_config(self.config_class, args, model)
-        processing_class = self._take_old_names(processing_class, old, self.config_class)
+        args, processing_class = resolve_arguments(type(self), self.config_class, args, model, processing_class, old)
         if ref_model is not None:
             check_model(ref_model, "ref_model")
         if ref_model is not None and ref_model is model:

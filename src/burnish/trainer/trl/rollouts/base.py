@@ -45,6 +45,7 @@ from burnish.trainer.methods.data import call_with_accepted
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
 from burnish.trainer.trl.rollouts.config import RolloutConfig
 from burnish.trainer.trl.rollouts.prompts import (
@@ -69,7 +70,7 @@ from burnish.trainer.trl.rollouts.tools import (
     schemas,
 )
 from burnish.trainer.trl.sft.checks import check_sft_sets
-from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_config, resolve_model
+from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_model
 from burnish.trainer.trl.vision import MEDIA_READER, VisionCollator, family_for
 
 _LONGEST = 1 << 20
@@ -117,8 +118,7 @@ class RolloutTrainer(RewardMethods):
         rollout_func: Callable[..., Mapping[str, Any]] | None = None, environment_factory: Any = None,
         **old: Any,
     ) -> None:  # fmt: skip
-        args = resolve_config(self.config_class, args, model)
-        processing_class = self._take_old_names(processing_class, old, self.config_class)
+        args, processing_class = resolve_arguments(type(self), self.config_class, args, model, processing_class, old)
         tools = check_tools(tools)
         self.environments = None if environment_factory is None else Environments(environment_factory, tools)
         self.tools = tools if self.environments is None else self.environments.every_tool()

@@ -1,51 +1,14 @@
-"""Checks of ``SFTTrainer``, with TRL's messages where scripts expect them, and the earlier names that it accepts."""
+"""Checks of ``SFTTrainer``, with TRL's messages where scripts expect them."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from burnish.data.sets.trl import has_turns
 from burnish.trainer import notes
-from burnish.trainer.arguments.checks import check_numbers
 from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
-from burnish.trainer.trl.base import unexpected_argument
 from burnish.trainer.trl.sft.config import SFTConfig
-
-_OLD_ARGUMENTS = {
-    "max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
-    "eval_packing": "eval_packing", "dataset_num_proc": "dataset_num_proc", "dataset_kwargs": "dataset_kwargs",
-    "model_init_kwargs": "model_init_kwargs", "neftune_noise_alpha": "neftune_noise_alpha",
-}  # fmt: skip
-"""Earlier argument of the constructor -> current field of ``SFTConfig``."""
-
-_OLD_WITHOUT_EFFECT = ("dataset_batch_size", "num_of_sequences", "chars_per_token")
-
-
-def with_old_arguments(
-    args: SFTConfig, processing_class: Any, old: dict[str, Any], kind: type
-) -> tuple[SFTConfig, Any]:
-    """Move earlier constructor arguments to the fields that replaced them, with one warning for all. Args: kind: the
-    trainer."""
-    unknown = [name for name in old if name not in (*_OLD_ARGUMENTS, *_OLD_WITHOUT_EFFECT, "tokenizer")]
-    if unknown:
-        raise unexpected_argument(unknown[0], kind, SFTConfig)
-    if not old:
-        return args, processing_class
-    advice = {name: f"use SFTConfig({_OLD_ARGUMENTS[name]}=...)" for name in old if name in _OLD_ARGUMENTS}
-    advice |= {"tokenizer": "use processing_class="} if "tokenizer" in old else {}
-    advice |= {name: "has no effect" for name in old if name in _OLD_WITHOUT_EFFECT}
-    notes.warn(
-        "Deprecated arguments of SFTTrainer: " + ", ".join(f"`{a}` ({b})" for a, b in advice.items()) + ".",
-        FutureWarning,
-    )
-    args = copy.copy(args)
-    for name, field in _OLD_ARGUMENTS.items():
-        if old.get(name) is not None:
-            setattr(args, field, old[name])
-    check_numbers(args)
-    return args, old.get("tokenizer") if processing_class is None else processing_class
 
 
 def check_sft_sets(train_dataset: Any) -> None:

@@ -7,9 +7,11 @@ model. Raises TRL's errors for inconsistent arguments.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ from burnish.adapters.peft import PeftAdapter, PeftOptions, is_peft_model
 from burnish.models.options import ModelOptions
 from burnish.models.source import check_model_path, refuse_unavailable
 from burnish.parallel.precision import supported_dtype
+from burnish.trainer.arguments.training import TrainingArguments
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.constructor import fields_of, value_and_type, with_own_values
 from burnish.trainer.notes import logger
@@ -36,19 +39,27 @@ from burnish.utils.json_files import read_object
 Config = TypeVar("Config", bound=TrlArguments)
 
 
-def resolve_config(kind: type[Config], args: Any, model: Any) -> Config:
+def resolve_config(
+    kind: type[Config], args: Any, model: Any, values: Mapping[str, Any] = MappingProxyType({})
+) -> Config:
     """burnish's config of this kind: as given, or converted from other arguments by their names.
+
+    Args:
+        values: further values of fields, which replace those of ``args``.
 
     Raises:
         TypeError: if ``args`` are no arguments, or ``model`` is neither a model of transformers nor a name.
     """
     check_model(model)
-    if isinstance(args, kind):
+    if isinstance(args, kind) and not values:
         return args
     if args is None:
         name = model if isinstance(model, str) else model_id(model)
-        return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
-    return with_own_values(kind(**fields_of(args, kind)), args)
+        return kind(output_dir=f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}", **values)
+    with warnings.catch_warnings():
+        if isinstance(args, TrainingArguments):  # has given its warnings
+            warnings.simplefilter("ignore")
+        return with_own_values(kind(**{**fields_of(args, kind), **values}), args)
 
 
 def check_model(model: Any, argument: str = "model") -> None:

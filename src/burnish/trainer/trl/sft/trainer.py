@@ -29,13 +29,13 @@ from burnish.trainer.inspection import has_virtual_tokens
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
 from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import (
     check_objective,
     check_sft_sets,
     learns_completions,
     skips_preparation,
-    with_old_arguments,
 )
 from burnish.trainer.trl.sft.collator import DataCollatorForLanguageModeling
 from burnish.trainer.trl.sft.config import SFTConfig
@@ -45,7 +45,6 @@ from burnish.trainer.trl.sft.setup import (
     attach_peft,
     finish_peft,
     inner_tokenizer,
-    resolve_config,
     resolve_model,
     set_pad,
 )
@@ -90,8 +89,7 @@ class SFTTrainer(TrlTrainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, quantization_config: Any = None,
         peft_config: Any = None, formatting_func: Callable[[Any], str] | None = None, **old: Any,
     ) -> None:  # fmt: skip
-        args = resolve_config(SFTConfig, args, model)
-        args, processing_class = with_old_arguments(args, processing_class, old, type(self))
+        args, processing_class = resolve_arguments(type(self), SFTConfig, args, model, processing_class, old)
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
