@@ -31,7 +31,7 @@ PADDED = {
     **dict.fromkeys(
         ("ORPOTrainer", "CPOTrainer"),
         {f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "attention_mask", "labels")}
-        | {"prompt_input_ids", "prompt_attention_mask"},
+        | {"prompt_input_ids", "prompt_attention_mask", "prompt", "chosen", "rejected"},
     ),
 }  # fmt: skip
 
@@ -88,6 +88,55 @@ def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, f
     assert names == PADDED[kind]
     assert result == pytest.approx(defaults, rel=1e-5)
     assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_collator_of_a_script_gets_further_columns(kind, is_streamed, folder, tmp_path):
+    """As in scripts that weight pairs."""
+
+    class Weighted:
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["weight"].tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    records = [
+        {**record, "weight": float(n)}
+        for n, record in enumerate(labelled_examples(4) if kind == "KTOTrainer" else pairs(4))
+    ]
+    rows = as_dataset(records)
+    rows = rows.to_iterable_dataset() if is_streamed else rows
+    subclass = type("Mine", (Weighted, getattr(burnish, kind)), {})
+    options = {"train_sampling_strategy": "sequential", "max_steps": 1, "remove_unused_columns": False}
+    trainer = make(kind, folder / "model", tmp_path, rows, {}, subclass, **options)
+    pad, seen = trainer.data_collator, []
+    trainer.data_collator = lambda rows: {**pad(rows), "weight": torch.tensor([row["weight"] for row in rows])}
+    trainer.train()
+    assert seen == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
+@pytest.mark.parametrize("name", ["get_batch_loss_metrics", "tokenize_row"])
+def test_batches_have_the_texts_and_the_columns_of_the_dataset(kind, name, folder, tmp_path):
+    class Keeps:
+        def get_batch_loss_metrics(self, model, batch, train_eval="train"):
+            seen.append(batch)
+            return super().get_batch_loss_metrics(model, batch, train_eval)
+
+    seen, records = [], [{**pair, "weight": float(n)} for n, pair in enumerate(pairs(4))]
+    more = {} if name != "tokenize_row" else {name: lambda self, *args: super(subclass, self).tokenize_row(*args)}
+    subclass = type("Mine", (Keeps, getattr(burnish, kind)), more)
+    options = {"train_sampling_strategy": "sequential", "max_steps": 1}
+    trainer = make(kind, folder / "model", tmp_path, records, {}, subclass, **options)
+    trainer.train()
+    assert [weight for batch in seen for weight in batch["weight"]] == [0, 1, 2, 3]
+    tokenizer = trainer.processing_class
+    for n, batch in enumerate(seen):
+        for at in (0, 1):
+            record = records[2 * n + at]
+            whole = tokenizer.apply_chat_template(record["prompt"] + record["rejected"], tokenize=False)
+            assert batch["prompt"][at] + batch["rejected"][at] == whole
+            assert record["chosen"][0]["content"] in batch["chosen"][at]
 
 
 TRL_METHODS = {

@@ -135,7 +135,7 @@ class EncodeStream:
         self.encode.warn(stats, self.name)
         pairs = [(record, row) for record, row in zip(records, rows, strict=True) if row is not None]
         encoded = {name: [_as_list(row.get(name, [])) for _, row in pairs] for name in self.encode.names}
-        return {**{name: [record[name] for record, _ in pairs] for name in self.keep}, **encoded}
+        return {**{name: [record.get(name) for record, _ in pairs] for name in self.keep}, **encoded}
 
 
 def _as_list(values: Any) -> Any:

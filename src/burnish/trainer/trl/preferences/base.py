@@ -275,7 +275,7 @@ class PreferenceTrainer(OverridableTrainer):
     @cached_property
     def _scripted(self) -> Scripted:
         self._warn_of_overrides()
-        return Scripted(partial(rows_of_padded, kind=self.kind), self.objective, self._over, self._parallel)
+        return Scripted(self._rows_of_padded, self.objective, self._over, self._parallel)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """``compute_loss`` for a padded batch."""
@@ -341,7 +341,7 @@ class PreferenceTrainer(OverridableTrainer):
             model: the reference, or the trained model.
             inputs: TRL's padded batch.
         """
-        columns = self.objective.reference_columns(self._made, rows_of_padded(inputs, self.kind), self._parallel)
+        columns = self.objective.reference_columns(self._made, self._rows_of_padded(inputs), self._parallel)
         values = (columns.get(column_of(side)) for side in _SIDES[self.kind])
         return tuple(None if one is None else torch.tensor(one, device=self._parallel.device) for one in values)
 
@@ -380,7 +380,10 @@ class PreferenceTrainer(OverridableTrainer):
         """Rows of the objective, converted by a script's ``data_collator`` if there is one."""
         if isinstance(self.data_collator, Padded):
             return [self._row_of(row) for row in rows]
-        return rows_of_padded(self.data_collator(list(rows)), self.kind)
+        return self._rows_of_padded(self.data_collator(list(rows)))
+
+    def _rows_of_padded(self, batch: Mapping[str, Any]) -> list[Row]:
+        return rows_of_padded(batch, self.kind, may_have_images=self.family is not None)
 
     def _loader_of(self, get_dataloader: Callable[..., Any], *dataset: Any) -> Any:
         """A loader of the objective's batches. A loader that a script asks for has TRL's padded batches."""
@@ -398,7 +401,7 @@ class PreferenceTrainer(OverridableTrainer):
         """Convert a padded batch, such as that of a script's own loader, to the form that ``_objective`` expects."""
         if self._is_scripted or "items" in batch:
             return batch
-        collated: Batch = self.objective.collate(rows_of_padded(batch, self.kind))
+        collated: Batch = self.objective.collate(self._rows_of_padded(batch))
         return padding_batch(collated) if isinstance(batch, PaddingBatch) else collated
 
     def _converted_step(self, step_batch: StepBatch) -> StepBatch:

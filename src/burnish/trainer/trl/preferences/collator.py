@@ -84,16 +84,18 @@ class PaddedBySide(Padded):
         }
 
 
-def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
+def rows_of_padded(batch: Mapping[str, Any], kind: str, may_have_images: bool = False) -> list[Row]:
     """The rows of objectives in a padded batch, without its padding.
 
     Args:
-        batch: TRL's padded batch.
+        batch: TRL's padded batch. Other values, such as weights of pairs, are left to the script that added them.
         kind: pairs, unpaired or scores.
+        may_have_images: whether other tensors are those of images.
 
     Raises:
         ValueError: if a key is missing.
     """
+    has_images = may_have_images and _has_images(batch)
     if "chosen_input_ids" in batch:
         sides = [_sequences(batch, f"{side}_", batch[f"{side}_labels"]) for side in ("chosen", "rejected")]
     else:
@@ -105,13 +107,14 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str) -> list[Row]:
             )
         sequences = _sequences(batch, "")
         if kind == "unpaired":
-            return _unpair(sequences, batch)
+            return _unpair(sequences, batch, has_images)
         sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
     margins, count = batch.get("margin"), len(sides[0])
     return [
         {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
          "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at]),
-         **_numbers(batch, at, ("chosen", "rejected")), **_images(batch, "images", (at, count + at))}
+         **_numbers(batch, at, ("chosen", "rejected")),
+         **({"images": InPaddedBatch(batch, (at, count + at))} if has_images else {})}
         for at, (chosen, rejected) in enumerate(zip(*sides, strict=True))
     ]  # fmt: skip
 
@@ -193,29 +196,25 @@ def _collate_padded_images(rows: Sequence[Row]) -> Batch:
     return inputs
 
 
-def _images(batch: Mapping[str, Any], name: str, *places: Any) -> dict[str, InPaddedBatch]:
-    """Return the column ``name`` of a row, if the batch has tensors of images. A batch without ``input_ids`` has none.
-
-    Args:
-        places: the other fields of ``InPaddedBatch``.
-    """
+def _has_images(batch: Mapping[str, Any]) -> bool:
+    """Whether the batch has tensors besides those of tokens. A batch without ``input_ids`` has no images."""
     text = _NOT_INPUTS | {"input_ids", "attention_mask"}
-    has_images = "input_ids" in batch and any(
+    return "input_ids" in batch and any(
         isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch
     )
-    return {name: InPaddedBatch(batch, *places)} if has_images else {}
 
 
 def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[str, float]:
     return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
-def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any]) -> list[Row]:
+def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any], has_images: bool) -> list[Row]:
     kl_sequences = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(sequences)
     return [
         {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
          "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl")),
-         **_images(batch, "images", (at,)), **_images(batch, "kl_images", (at,), "KL_")}
+         **({"images": InPaddedBatch(batch, (at,)), "kl_images": InPaddedBatch(batch, (at,), "KL_")}
+            if has_images else {})}
         for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(sequences, kl_sequences, strict=True))
     ]  # fmt: skip
 

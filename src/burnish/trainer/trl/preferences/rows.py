@@ -2,7 +2,8 @@
 
 In: a ``datasets.Dataset`` or ``IterableDataset`` of texts or conversations: ``prompt``, ``chosen``, ``rejected``; the
 same without ``prompt``, which is then the common prefix of both; ``prompt``, ``completion``, ``label``; or token ids.
-Out: the same dataset with TRL's columns (``prompt_ids``, ``chosen_ids``, ...), truncated to ``max_length``.
+Out: the same dataset with TRL's columns (``prompt_ids``, ``chosen_ids``, ...), truncated to ``max_length``. Other
+columns are kept for a script's own ``data_collator``, as in TRL.
 
     records -> examples -> rows of the objective (``prepared.py``) -> TRL's columns -> rows of the objective, when used
 """
@@ -25,8 +26,15 @@ from burnish.losses.pair_values import PAIR_COLUMNS
 from burnish.trainer.data.loaders import is_datasets_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.preferences.config import PreferenceConfig
-from burnish.trainer.trl.prepared import EncodeRecords, first_row, hashable_by_class, prepare_dataset, refuse_transform
-from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
+from burnish.trainer.trl.prepared import (
+    EncodeRecords,
+    column_names,
+    first_row,
+    hashable_by_class,
+    prepare_dataset,
+    refuse_transform,
+)
+from burnish.trainer.trl.vision import MEDIA, MEDIA_READER, with_encoded_images
 
 Columns = dict[str, list[Any]]
 NAMES: Mapping[Kind, tuple[str, ...]] = {
@@ -39,7 +47,7 @@ RECORD_COLUMNS: Mapping[Kind, tuple[str, ...]] = {
     "pairs": ("prompt", "chosen", "rejected"), "unpaired": ("prompt", "completion", "label"),
     "scores": ("prompt", "chosen", "rejected"),
 }  # fmt: skip
-"""The columns of records, by kind: kept in prepared datasets, and given to a script's collator with their images."""
+"""The columns of records, by kind, which a script's collator gets with their images."""
 
 
 def template_of(args: PreferenceConfig, tokenizer: Any, kind: Kind, family: Family | None = None) -> PlainTemplate:
@@ -69,8 +77,8 @@ def preference_rows(
         trl_layout(kind, sample, reader=reader), encode, names, f"{kind} {template.fingerprint}" if is_known else None,
         _COLUMNS_OF[kind], args.on_bad_record,
     )  # fmt: skip
-    of_records = ("prompt",) if splits else RECORD_COLUMNS[kind]  # as in TRL, whose callbacks read the prompts
-    keep = [column for column in of_records if column in sample and column not in names]
+    replaced = {*names, *MEDIA, *(("chosen", "rejected") if splits else ())}
+    keep = [one for one in column_names(dataset) if one not in replaced and not one.startswith("reference_")]
     return prepare_dataset(dataset, name, records, args, keep, splits)
 
 

@@ -8,7 +8,7 @@ one of them; otherwise burnish's objective computes the same. In: TRL's batch (`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from burnish.trainer.trl.base import argument
 from burnish.trainer.trl.preferences.base import PreferenceTrainer
 from burnish.trainer.trl.preferences.collator import PaddedBySide
 from burnish.trainer.trl.preferences.config import CPOConfig, ORPOConfig, PreferenceConfig, set_beta
-from burnish.trainer.trl.preferences.rows import pair_texts
+from burnish.trainer.trl.preferences.rows import NAMES, pair_texts
 from burnish.trainer.trl.preferences.scripted import ScriptedBatch, concatenated_inputs, get_batch_logps
 from burnish.trainer.trl.prepared import column_names, first_row
 
@@ -67,7 +67,7 @@ class ORPOTrainer(PreferenceTrainer):
         self.args, self.processing_class = args, processing_class  # used by tokenize_row
         self._is_rendered = not isinstance(first_row(dataset)["chosen"], str)
         texts = dataset.map(partial(pair_texts, tokenizer=self._tokenizer))
-        return texts.map(self.tokenize_row, remove_columns=column_names(texts))
+        return texts.map(self.tokenize_row)
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         """Use TRL's methods if a script overrides one of them."""
@@ -87,6 +87,29 @@ class ORPOTrainer(PreferenceTrainer):
         return logits, torch.zeros_like(logits)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return dataset if self._keeps_columns else super()._remove_unused_columns(dataset, description)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        if self._keeps_columns:
+            return data_collator
+        return super()._get_collator_with_removed_columns(data_collator, description)
+
+    @property
+    def _keeps_columns(self) -> bool:
+        """Whether batches have all columns of the dataset, as TRL's padded batches do."""
+        return self._is_scripted or not self._loads_own_batches
+
+    def _pad_rows(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """TRL's batch, with the texts of its pairs and the other columns of the dataset as lists."""
+        batch = super()._pad_rows(rows)
+        if type(self.data_collator) is not PaddedBySide:
+            return batch
+        texts = [pair_texts(row, self._tokenizer) if "chosen" in row else {} for row in rows]
+        columns = {name: [{**row, **text}[name] for row, text in zip(rows, texts, strict=True)]
+                   for name in {**rows[0], **texts[0]} if name not in (*NAMES["pairs"], *batch)}  # fmt: skip
+        return columns | batch
 
     def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
         """Ids of a prompt and of the following response, split at the end of the prompt's own ids.
