@@ -69,7 +69,9 @@ def test_override_receives_trl_batch_and_model_and_changes_nothing(kind, name, f
     assert evaluated == {n: pytest.approx(v, rel=1e-4, abs=1e-6) for n, v in expected_evaluated.items()}
     model, inputs = mine.seen[0]
     assert model.config.vocab_size == model.get_input_embeddings().num_embeddings
-    if isinstance(inputs, dict):
+    if name in ("training_step", "prediction_step"):
+        assert {*map(frozenset, inputs)} == {frozenset({"prompt", "answer"})}
+    elif isinstance(inputs, dict):
         assert inputs.keys() >= KEYS
         assert inputs["completion_ids"].shape == inputs["completion_mask"].shape
         assert ("old_logps" if kind is RLOOTrainer else "num_items_in_batch") in inputs
@@ -185,6 +187,37 @@ def test_batch_changed_by_a_script_is_trained(kind, folder, tmp_path):
     for own in (CustomTrainer, InPlaceTrainer):
         _, logs, _ = run(folder, tmp_path / own.__name__, own, beta=0.0)
         assert [log["grad_norm"] for log in logs] == [0, 0]
+
+
+def test_records_of_a_micro_batch_are_those_of_its_completions(folder, tmp_path):
+    class CustomTrainer(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            texts.append([record["prompt"] for record in inputs])
+            return super().training_step(model, [{**record} for record in inputs], num_items_in_batch)
+
+        def _prepare_inputs(self, generation_batch):
+            assert [record["prompt"] for record in generation_batch] == texts[-1] or not self.model.training
+            batch = super()._prepare_inputs(generation_batch)
+            prompts = self.processing_class.batch_decode(batch["prompt_ids"])
+            for record, prompt in zip(generation_batch, prompts, strict=True):
+                assert record["prompt"].split()[-1] in prompt
+            return batch
+
+    texts = []
+    _, logs, evaluated = run(folder, tmp_path / "mine", CustomTrainer)
+    _, expected, expected_evaluated = run(folder, tmp_path / "usual", GRPOTrainer)
+    assert len({str(prompts) for prompts in texts}) > 1
+    assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in expected], rel=1e-4, abs=1e-6)
+    assert evaluated["eval_reward"] == expected_evaluated["eval_reward"]
+
+
+def test_changed_records_of_a_micro_batch_are_refused(folder, tmp_path):
+    class CustomTrainer(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs[:1], num_items_in_batch)
+
+    with pytest.raises(UserError, match="records of a micro-batch cannot be changed"):
+        run(folder, tmp_path, CustomTrainer)
 
 
 @pytest.mark.parametrize("shift", [0.5, -0.1])

@@ -90,6 +90,7 @@ def pack_samples(samples: Sequence[ScoredCompletion], columns: Sequence[str] | N
         "completions": torch.tensor([len(s.ids) for s in samples], dtype=torch.int32),
         "mask": torch.tensor([value for s in samples for value in s.mask], dtype=torch.uint8),
         "advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64),
+        "rows": torch.tensor([s.row for s in samples], dtype=torch.int64),
     }
     names = columns_of(samples) if columns is None else columns
     if "images" in names:
@@ -105,11 +106,12 @@ def unpack_samples(pack: dict[str, Tensor]) -> list[ScoredCompletion]:
     ids, prompts, completions, mask = (pack[name].tolist() for name in ("ids", "prompts", "completions", "mask"))
     numbers = {name: pack[name].tolist() for name in _PER_TOKEN if name in pack}
     samples, begin, first = [], 0, 0
-    of_each = zip(prompts, completions, pack["advantages"].tolist(), _images_of_pack(pack), strict=True)
-    for prompt, length, advantage, images in of_each:
+    rows = pack["rows"].tolist() if "rows" in pack else [0] * len(prompts)  # checkpoints of earlier versions
+    of_each = zip(prompts, completions, pack["advantages"].tolist(), rows, _images_of_pack(pack), strict=True)
+    for prompt, length, advantage, row, images in of_each:
         middle, end, last = begin + prompt, begin + prompt + length, first + length
         of_tokens: dict[str, Any] = {name: values[first:last] for name, values in numbers.items()}
-        sample = ScoredCompletion(0, 0, "", ids[begin:middle], ids[middle:end], mask[first:last], True, **of_tokens)
+        sample = ScoredCompletion(row, 0, "", ids[begin:middle], ids[middle:end], mask[first:last], True, **of_tokens)
         sample.advantage, sample.images = advantage, images
         samples.append(sample)
         begin, first = end, last

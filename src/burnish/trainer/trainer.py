@@ -340,7 +340,8 @@ class TrainerLoop(Loop):
             trainer._step = StepInProgress(divisor, trainer._sums_of(batch))
             num_items_in_batch = None if trainer._num_items_in_batch(batch, divisor) is None else divisor
             with self.parallel.microbatch(self.model, last=is_last):
-                value = call_training_step(trainer.training_step, self.model, batch, num_items_in_batch)
+                inputs = trainer._inputs_for_script(batch)
+                value = call_training_step(trainer.training_step, self.model, inputs, num_items_in_batch)
         sums, trainer._step = trainer._step.sums, StepInProgress()
         return Loss(without_gradient(value, self.parallel.device) * (divisor / self.parallel.world_size), sums)
 
@@ -349,7 +350,7 @@ class TrainerLoop(Loop):
         trainer = self.trainer
         self.set_training_mode(True)  # a callback may have run an evaluation
         trainer._step = StepInProgress(own_items=self.objective.num_items(batch))
-        inputs = trainer._prepare_inputs(batch)
+        inputs = trainer._prepare_inputs(trainer._inputs_for_script(batch))
         with trainer.compute_loss_context_manager():
             loss = self.objective.loss(self.model, inputs)
         refuse_no_gradient(loss.total)

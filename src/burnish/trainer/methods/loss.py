@@ -80,7 +80,7 @@ class LossMethods(TrainerBase):
         """
         model.train()
         set_optimizer_mode(self.optimizer, is_training=True)
-        counts = not isinstance(inputs, PaddingBatch)
+        counts = not isinstance(getattr(inputs, "batch", inputs), PaddingBatch)
         own = self._num_items(inputs) * counts  # counted before ``_prepare_inputs``, like the items of the step
         inputs = self._prepare_inputs(inputs)
         share, num_items = self._step.share(own), self._num_items_in_batch(inputs, own)
@@ -174,6 +174,10 @@ class LossMethods(TrainerBase):
         """Whether a function of the script reads outputs of a forward pass under autocast."""
         reads = self.preprocess_logits_for_metrics is not None or self._overrides("prediction_step")
         return self._parallel.dtype is not None and (reads or self.loss_is_scripted)
+
+    def _inputs_for_script(self, batch: Batch) -> Any:
+        """What ``training_step`` and ``_prepare_inputs`` get for a micro-batch."""
+        return batch
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move the batch to the device. Override it to change the inputs of the model. Items are counted before it, as

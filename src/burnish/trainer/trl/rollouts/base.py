@@ -25,7 +25,7 @@ from burnish.data.batches.loader import num_tokens
 from burnish.inference.images.reading import ImageReader
 from burnish.kernels.token_logps import LogpRules
 from burnish.loop.meter import EvalSums
-from burnish.loop.types import Batch, Loss, Metric
+from burnish.loop.types import Batch, Loss, Metric, Row
 from burnish.losses.reference import InitialWeights, MovingReference
 from burnish.models.load import context_length
 from burnish.models.patches.packed import packing
@@ -59,7 +59,13 @@ from burnish.trainer.trl.rollouts.prompts import (
 from burnish.trainer.trl.rollouts.reward_methods import RewardMethods
 from burnish.trainer.trl.rollouts.rewards import check_reward_models, reward_list
 from burnish.trainer.trl.rollouts.script_source import ScriptSource, check_rollout_func
-from burnish.trainer.trl.rollouts.scripted import RolloutBatch, ScriptedRollouts, token_values_of
+from burnish.trainer.trl.rollouts.scripted import (
+    RecordsOfBatch,
+    RolloutBatch,
+    ScriptedRollouts,
+    record_of,
+    token_values_of,
+)
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback, empty_logs, fill_logs
 from burnish.trainer.trl.rollouts.tools import (
     Environments,
@@ -94,8 +100,8 @@ class RolloutTrainer(RewardMethods):
 
     A subclass may override ``_calculate_rewards``, with TRL's signature. If it overrides a method of TRL with a batch
     or the model as argument (``compute_loss``, ``_compute_loss``, ``training_step``, ``prediction_step``,
-    ``_get_per_token_logps_and_entropies``, ...), that method gets TRL's padded batch and the bare model
-    (``scripted.py``).
+    ``_get_per_token_logps_and_entropies``, ...), that method gets the bare model, and TRL's padded batch or its list of
+    records (``scripted.py``).
 
     Attributes:
         _logs: texts, rewards and advantages of the newest generation batch, as in TRL. On the main process.
@@ -170,7 +176,9 @@ class RolloutTrainer(RewardMethods):
         if self._tables is not None:
             self.add_callback(self._tables)
         self._eval_rows: list[tuple[Any, PromptRows]] = []
-        self._prompts = self._rows_of(train_dataset, "train", self._prompts_of_run)
+        self._read_rows = self._prompts = self._rows_of(train_dataset, "train", self._prompts_of_run)
+        self._numbered: tuple[PromptRows, Mapping[int, Row]] | None = None
+        self._given: RecordsOfBatch | None = None
         self._configure_objective(peft_config)
         if rollout_func is None:
             for note in self.objective.inspect(self._prompts, self.objective.rows_per_rank):
@@ -389,7 +397,43 @@ class RolloutTrainer(RewardMethods):
 
     # --- loss and evaluation ------------------------------------------------------------------------------------------
 
-    def _num_items(self, inputs: Batch) -> Tensor:
+    def _inputs_for_script(self, batch: Batch) -> Any:
+        """The record of each completion, as in TRL, if a script overrides a method. A padding batch has that of the
+        first prompt of the dataset."""
+        if not isinstance(batch, RolloutBatch) or not all(row in self._rows_by_number for row in batch.rows):
+            return batch
+        rows = [self._rows_by_number[row] for row in batch.rows] or self._read_rows[:1]
+        self._given = RecordsOfBatch(map(record_of, rows), batch)
+        return self._given
+
+    @property
+    def _rows_by_number(self) -> Mapping[int, Row]:
+        """The rows of the dataset in use, by their ``row``."""
+        if self._numbered is None or self._numbered[0] is not self._read_rows:
+            self._numbered = self._read_rows, {row["row"]: row for row in self._read_rows}
+        return self._numbered[1]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The padded batch of the completions of these records. Those of a generation batch are generated together.
+
+        Raises:
+            UserError: for other records.
+        """
+        return super()._prepare_inputs(self._padded_of(inputs))
+
+    def _padded_of(self, inputs: Any) -> Any:
+        """A padded batch as it is; that of the records of the micro-batch."""
+        if isinstance(inputs, RecordsOfBatch):
+            return inputs.batch
+        if not isinstance(inputs, list):
+            return inputs
+        if self._given is None or inputs != self._given:
+            what = "The records of a micro-batch cannot be changed. Received: other records."
+            raise UserError(what, remedy="Change the dataset, or override _generate_and_score_completions.")
+        return self._given.batch
+
+    def _num_items(self, inputs: Any) -> Tensor:
+        inputs = self._padded_of(inputs)
         if "token_mask" in inputs:
             return self.objective.num_items(inputs)
         return inputs["items"].sum() if "items" in inputs else self._scripted.num_items(inputs)
@@ -441,7 +485,8 @@ class RolloutTrainer(RewardMethods):
     ) -> Any:  # fmt: skip
         """Generate completions of the prompts of a dataset, and measure rewards and lengths. The noise is the same each
         time."""
-        module, totals = self._model_for_evaluation(), EvalSums()
+        module, totals, rows = self._model_for_evaluation(), EvalSums(), getattr(dataloader, "dataset", None)
+        self._read_rows = rows if isinstance(rows, PromptRows) else PromptRows()
         reporting.announce_evaluation(description, self.num_examples(dataloader), self.args.eval_batch_size)
         prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -451,6 +496,7 @@ class RolloutTrainer(RewardMethods):
         means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
+        self._read_rows = self._prompts
         if self.is_in_train:
             module.train()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
@@ -459,5 +505,5 @@ class RolloutTrainer(RewardMethods):
         if not self._is_scripted:
             return self.objective.loss(module, batch)
         self._step = StepInProgress(sums=self._sums_of(batch))
-        value = self.prediction_step(module, batch, True, ignore_keys=None)[0]
+        value = self.prediction_step(module, self._inputs_for_script(batch), True, ignore_keys=None)[0]
         return Loss(value * self._num_items(batch), self._step.sums)

@@ -45,24 +45,48 @@ _NUMBERS = {
 """Values per token of a sample -> TRL's key of a padded batch."""
 
 
+UNKNOWN_ROW = -1
+"""Number of a prompt that is not known."""
 _REQUIRED_TENSORS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 """Keys that the loss reads of every batch of completions."""
 
 
 class RolloutBatch(ScriptedBatch):
-    """TRL's padded batch. ``sizes`` is the number of tokens of each completion."""
+    """TRL's padded batch.
+
+    Attributes:
+        sizes: number of tokens of each completion.
+        rows: number of the prompt of each completion in the dataset.
+    """
 
     sizes: list[int]
+    rows: list[int]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], ready: Batch, sizes: list[int]) -> RolloutBatch:
-        batch = (cls if sizes else PaddingRolloutBatch)(values, ready)
-        batch.sizes = sizes
+    def of(cls, values: Mapping[str, Any], ready: Batch, samples: Sequence[ScoredCompletion]) -> RolloutBatch:
+        batch = (cls if samples else PaddingRolloutBatch)(values, ready)
+        batch.sizes = [len(sample.ids) for sample in samples]
+        batch.rows = [sample.row for sample in samples]
         return batch
 
 
 class PaddingRolloutBatch(RolloutBatch, PaddingBatch):
     """A batch without completions, for a rank that has no more of them: one padded row with the weight 0."""
+
+
+class RecordsOfBatch(list[dict[str, Any]]):
+    """The record of each completion of a micro-batch, which TRL passes to ``training_step``, ``prediction_step`` and
+    ``_prepare_inputs``. ``batch`` is the padded batch of the completions."""
+
+    def __init__(self, records: Iterable[dict[str, Any]], batch: RolloutBatch) -> None:
+        super().__init__(records)
+        self.batch = batch
+
+
+def record_of(row: Row) -> dict[str, Any]:
+    """The record of a row of prompts: its prompt and its columns, with images loaded."""
+    record = json.loads(row["record"])
+    return {"prompt": record["prompt"], **with_loaded_images(record["columns"])}
 
 
 def padded_batch(samples: Sequence[ScoredCompletion], pad: int, sums_old_logps: bool) -> dict[str, Tensor]:
@@ -187,7 +211,7 @@ class ScriptedRollouts(PaddedObjective):
         for _ in range(self.inner_steps // num_steps):
             order = permutation(num_rows(values), (self.objective.choices.seed, SHUFFLE), generation)
             steps = partition_samples(request.places(num_rows(values)), order, num_steps, size, 0, 1)
-            found += [self._step_batch(step_batch, values, parts) for parts in steps]
+            found += [self._step_batch(step_batch, request, values, parts) for parts in steps]
         found[0].batches[0]["metrics"] = request.metrics
         return found
 
@@ -226,10 +250,17 @@ class ScriptedRollouts(PaddedObjective):
             values["num_items_in_batch"] = (values["completion_mask"] * values.get("tool_mask", 1)).sum()
         return dict(self.parallel.to_device(values))
 
-    def _step_batch(self, source: StepBatch, values: Mapping[str, Any], parts: Sequence[Sequence[int]]) -> StepBatch:
+    def _step_batch(
+        self, source: StepBatch, request: _GenerationRequest, values: Mapping[str, Any], parts: Sequence[Sequence[int]]
+    ) -> StepBatch:
         """A step batch of completions of a script's batch. Args: parts: their indices, for each micro-batch."""
         of_parts = [{name: select_completions(value, part) for name, value in values.items()} for part in parts]
-        found = step_batch_of(source, [samples_of(each, None) for each in of_parts], None, {})
+        numbers = request.numbers(num_rows(values))
+        samples = [
+            [replace(sample, row=numbers[at]) for sample, at in zip(samples_of(each, None), part, strict=True)]
+            for each, part in zip(of_parts, parts, strict=True)
+        ]
+        found = step_batch_of(source, samples, None, {})
         for batch, each in zip(found.batches, of_parts, strict=True):
             batch["script"] = each
         return found
@@ -266,7 +297,7 @@ class ScriptedRollouts(PaddedObjective):
         )
         values, size = self._of_script(request), self.objective.choices.per_device_train_batch_size
         (parts,) = partition_samples(request.places(num_rows(values)), range(num_rows(values)), 1, size, 0, 1)
-        of_all = self._step_batch(StepBatch([], None, 0.0), values, parts)
+        of_all = self._step_batch(StepBatch([], None, 0.0), request, values, parts)
         of_all.batches[0]["metrics"] = request.metrics
         for batch in of_all.batches:
             for ready in self.objective.prepare_step(self.over(module), [self.parallel.to_device(batch)], parallel):
@@ -277,7 +308,7 @@ class ScriptedRollouts(PaddedObjective):
         values = dict(batch.get("script") or padded_batch(samples, self.pad, self.objective.leaves_one_out))
         if not self.objective.leaves_one_out:
             values["num_items_in_batch"] = items
-        return RolloutBatch.of(self.parallel.to_device(values), ready, [len(sample.ids) for sample in samples])
+        return RolloutBatch.of(self.parallel.to_device(values), ready, samples)
 
     def ready(self, batch: Batch) -> Batch:
         """The objective's micro-batch of a padded one: the prepared one, or a new one if a script has changed it."""
@@ -333,13 +364,17 @@ class _GenerationRequest:
 
     def records(self) -> list[dict[str, Any]]:
         """The record of each completion, with its prompt."""
-        found = [json.loads(row["record"]) for row in self.rows for _ in range(self.count)]
-        return [{"prompt": one["prompt"], **with_loaded_images(one["columns"])} for one in found]
+        return [record_of(row) for row in self.rows for _ in range(self.count)]
+
+    def numbers(self, count: int) -> list[int]:
+        """The number of the prompt of each completion in the dataset; ``UNKNOWN_ROW`` if a script has returned another
+        number of completions."""
+        numbers = [row["row"] for row in self.rows for _ in range(self.count)]
+        return numbers if len(numbers) == count else [UNKNOWN_ROW] * count
 
     def places(self, count: int) -> list[int]:
         """Return the places of ``count`` completions, ordered by their prompts as without an override."""
-        numbers = [row["row"] for row in self.rows for _ in range(self.count)]
-        return sorted(range(count), key=numbers.__getitem__) if count == len(numbers) else [*range(count)]
+        return sorted(range(count), key=self.numbers(count).__getitem__)
 
 
 def num_rows(values: Mapping[str, Any]) -> int:
