@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
-from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from burnish import Trainer, UserError
 from burnish.checkpoint import checkpoint
@@ -564,3 +564,80 @@ def test_trainers_share_no_training_state(tmp_path):
     first.train()
     assert second.state.global_step == 0
     assert math.isclose(second.model.a.item(), 0.0)
+
+
+class Average:
+    """The mean of the weights of all steps, as scripts register it with accelerate."""
+
+    def __init__(self):
+        self.total, self.history = torch.zeros(2), []
+
+    def state_dict(self):
+        return {"total": self.total, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.total, self.history = state["total"], list(state["history"])
+
+
+class AverageCallback(TrainerCallback):
+    def __init__(self, average):
+        self.average = average
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.average.total += torch.cat([weight.detach().flatten() for weight in model.parameters()])
+        self.average.history.append(state.global_step)
+
+
+@pytest.mark.parametrize("registers_late", [False, True])
+def test_registered_objects_are_saved_and_restored(tmp_path, registers_late):
+    def run(folder, resume=None):
+        average = Average()
+        trainer = make_trainer(folder, max_steps=6, save_steps=3, save_strategy="steps")
+        trainer.add_callback(AverageCallback(average))
+        if registers_late and resume:
+            begins = type("Begins", (TrainerCallback,), {
+                "on_train_begin": lambda *_, **__: trainer.accelerator.register_for_checkpointing(average)
+            })  # fmt: skip
+            trainer.add_callback(begins)
+        else:
+            trainer.accelerator.register_for_checkpointing(average)
+        trainer.train(resume_from_checkpoint=resume)
+        return average
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-3"))
+    assert resumed.history == whole.history == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(resumed.total, whole.total)
+
+
+def test_checkpoint_of_other_registered_objects_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2, save_steps=1, save_strategy="steps")
+    trainer.accelerator.register_for_checkpointing(Average())
+    trainer.train()
+    again = make_trainer(tmp_path, max_steps=2)
+    again.accelerator.register_for_checkpointing(Average(), Average())
+    with pytest.raises(UserError, match=r"the state of 1 objects registered for checkpointing. Registered: 2"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_accelerator_loads_a_checkpoint_during_training(tmp_path, is_named):
+    class Undo(TrainerCallback):
+        """Saves after step 2 and goes back to these weights after step 4."""
+
+        def on_step_end(self, args, state, control, model, optimizer, **kwargs):
+            now = [weight.detach().clone() for weight in model.parameters()]
+            if state.global_step == 2:
+                self.folder, self.saved = trainer.accelerator.save_state(), now
+                self.moments = [{**entry} for entry in optimizer.state_dict()["state"].values()]
+            if state.global_step == 4:
+                assert not all(torch.equal(a, b) for a, b in zip(now, self.saved, strict=True))
+                trainer.accelerator.load_state(self.folder if is_named else None)
+                assert all(torch.equal(a, b) for a, b in zip(model.parameters(), self.saved, strict=True))
+                steps = [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()]
+                assert {*steps} == {2}
+                assert state.global_step == 4
+
+    trainer = make_trainer(tmp_path, max_steps=5, save_strategy="no")
+    trainer.add_callback(Undo())
+    assert trainer.train().global_step == 5

@@ -7,7 +7,7 @@ inside the backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import islice
@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from burnish.checkpoint.parts import Stateful
+from burnish.config.errors import UserError
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import IGNORE_INDEX
 from burnish.losses.base import WrappedModel
@@ -36,10 +38,11 @@ class ParallelAccelerator(ProcessMethods):
 
     def __init__(
         self, parallel: Parallel, mixed_precision: str, config: Any, trainer_log: Callable[[dict[str, Any]], None],
-        trainer_save: Callable[[], str],
+        trainer_save: Callable[[], str], trainer_load: Callable[[Any], None],
     ) -> None:  # fmt: skip
         self.parallel = parallel
-        self._trainer_log, self._trainer_save = trainer_log, trainer_save
+        self._trainer_log, self._trainer_save, self._trainer_load = trainer_log, trainer_save, trainer_load
+        self.registered = RegisteredObjects()
         self.mixed_precision = mixed_precision
         # A state dict type set by a script has no effect: save_model writes a full model, checkpoints are sharded.
         plugin = SimpleNamespace(set_state_dict_type=lambda *args: None) if parallel.is_sharded else None
@@ -126,12 +129,27 @@ class ParallelAccelerator(ProcessMethods):
             )
         return self._trainer_save()
 
-    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
-        """Raise ValueError: a run resumes with ``trainer.train(resume_from_checkpoint=...)``."""
-        raise ValueError(
-            f"accelerator.load_state is not supported. Received: {input_dir!r}. Call "
-            "trainer.train(resume_from_checkpoint=folder) to resume from a checkpoint."
-        )
+    def load_state(self, input_dir: Any = None, **kwargs: Any) -> None:
+        """Load weights, optimizer, schedule, random generators and registered objects from a checkpoint during
+        training, as accelerate does. The step and the position in the data stay as they are.
+
+        Args:
+            input_dir: folder of the checkpoint; None: the newest one in ``output_dir``.
+
+        Raises:
+            ValueError: outside of training.
+            UserError: if there is no such checkpoint of burnish, or it is damaged.
+        """
+        self._trainer_load(input_dir)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save the state of these objects in each checkpoint, and restore it if training resumes from one. Their order
+        must be the same in each run.
+
+        Raises:
+            ValueError: for an object without ``state_dict`` and ``load_state_dict``.
+        """
+        self.registered.add(objects)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _UNSUPPORTED_METHODS:
@@ -256,8 +274,6 @@ class ParallelAccelerator(ProcessMethods):
 
 _CHECKPOINT_HINT = "The trainer saves and loads checkpoints itself: see TrainerCallback.on_save."
 _UNSUPPORTED_METHODS = {
-    "register_for_checkpointing": "Use a TrainerCallback that implements ExportableState; its state is saved in each "
-    "checkpoint.",
     "register_save_state_pre_hook": _CHECKPOINT_HINT,
     "register_load_state_pre_hook": _CHECKPOINT_HINT,
     "lomo_backward": "burnish does not support LOMO.",
@@ -266,6 +282,40 @@ _UNSUPPORTED_METHODS = {
     "deepspeed_ulysses_dl_adapter": "burnish does not support sequence parallelism.",
 }
 """Methods of accelerate's ``Accelerator`` that raise an error -> the remedy."""
+
+
+class RegisteredObjects:
+    """The objects of ``register_for_checkpointing`` as a part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._loaded: dict[str, Any] = {}  # states of objects that are not registered yet
+
+    def add(self, objects: Sequence[Any]) -> None:
+        invalid = [one for one in objects if not isinstance(one, Stateful)]
+        if invalid:
+            names = ", ".join(type(one).__name__ for one in invalid)
+            raise ValueError(
+                "register_for_checkpointing requires objects with the methods state_dict and load_state_dict. "
+                f"Received: {names}."
+            )
+        for one in objects:
+            self.objects.append(one)
+            if (state := self._loaded.pop(str(len(self.objects) - 1), None)) is not None:
+                one.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each object by its number."""
+        return {str(number): dict(one.state_dict()) for number, one in enumerate(self.objects)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loaded = dict(state)
+        for number, one in enumerate(self.objects):
+            if (own := self._loaded.pop(str(number), None)) is None:
+                what = f"This checkpoint has the state of {number} objects registered for checkpointing. Registered: "
+                remedy = "Register the same objects as in the run that saved it."
+                raise UserError(f"{what}{len(self.objects)}.", remedy=remedy)
+            one.load_state_dict(own)
 
 
 class SkippedLoader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.trainer_utils import BestRun, default_compute_objective, defau
 from burnish.checkpoint import checkpoint
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.checkpoint.comparison import compare_with_checkpoint
+from burnish.checkpoint.parts import Part
 from burnish.config.errors import is_out_of_memory, skipped_steps_message
 from burnish.loop.loop import Loop, TrainOutput
 from burnish.loop.protocols import Objective
@@ -389,6 +390,27 @@ class TrainerLoop(Loop):
         _finalize_training(self.trainer, values)
         return values
 
+    def write_checkpoint(self) -> Path:
+        self._add_registered_objects()
+        return super().write_checkpoint()
+
+    def _add_registered_objects(self) -> None:
+        """Add the objects that a script has registered with the accelerator to the parts of a checkpoint."""
+        registered, generators = self.trainer.accelerator.registered, self.parts.pop("rng")
+        is_saved = bool(registered.objects) and not self.options.save_only_model
+        self.parts |= {"registered": Part(registered, "registered_objects", is_saved=is_saved), "rng": generators}
+
+    def load_objects(self, folder: Path) -> None:
+        """Load what accelerate's ``load_state`` loads: not the step and the position in the data."""
+        self._add_registered_objects()
+        names = ("model", "optimizer", "scheduler", "registered", "rng")
+        checkpoint.load(folder, self._parts_there(folder, names), self.parallel.rank)
+
+    def _parts_there(self, folder: Path, names: Iterable[str]) -> dict[str, Part]:
+        """The parts that this run saves, and others that the checkpoint has."""
+        parts = ((name, self.parts[name]) for name in names)
+        return {n: part for n, part in parts if part.is_saved or checkpoint.has_part(folder, part.stem_of(0))}
+
     def save(self) -> None:
         self.trainer._save_checkpoint(self.trainer.model, self.trainer._trial)
         self.callbacks.fire("on_save")
@@ -400,8 +422,8 @@ class TrainerLoop(Loop):
                 notes = load_foreign(folder, self, self.trainer.model, self.plan.steps_per_epoch, self.accumulation)
             else:
                 notes = compare_with_checkpoint(folder, self.checkpoints.fingerprints, allows_changes=True)
-                there = {n: p for n, p in self.parts.items() if p.is_saved or checkpoint.has_part(folder, p.stem_of(0))}
-                checkpoint.load(folder, there, self.parallel.rank)
+                self._add_registered_objects()
+                checkpoint.load(folder, self._parts_there(folder, self.parts), self.parallel.rank)
             for note in [*notes, *training.differences(self.state, self.trainer.args)]:
                 logger.warning(note)
         best = self.state.best_model_checkpoint

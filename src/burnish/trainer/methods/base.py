@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainerMemoryTracker, speed_metrics, validate_quantization_for_training
 from transformers.utils import can_return_loss, find_labels, logging
 
+from burnish.config.errors import UserError
 from burnish.kernels.probe import Capabilities
 from burnish.loop.loop import Loop
 from burnish.loop.state import TrainerControl, TrainerState
@@ -134,8 +135,9 @@ class TrainerBase:
             share_with_accelerate()
         initialize_accelerator_state(self.args.use_cpu)
         self.accelerator = ParallelAccelerator(
-            self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now
-        )
+            self._parallel, self.args.mixed_precision, self.args.accelerator_config, self.log, self._save_now,
+            self._load_now,
+        )  # fmt: skip
 
     def _validate_args(self) -> None:
         """Raise for arguments that contradict each other, with the exceptions of transformers."""
@@ -273,3 +275,17 @@ class TrainerBase:
         self._loop.save()
         self._loop.checkpoints.wait()
         return str(self._loop.checkpoints.path(self.state.global_step))
+
+    def _load_now(self, folder: Any) -> None:
+        """Load weights, optimizer, schedule, generators and registered objects. Args: folder: None for the newest
+        checkpoint."""
+        if self._loop is None or not self.is_in_train:
+            raise ValueError(
+                "accelerator.load_state can only be called during training. Call "
+                "trainer.train(resume_from_checkpoint=folder) to resume from a checkpoint."
+            )
+        self._loop.checkpoints.wait()
+        found = self._loop.checkpoints.newest()[0] if folder is None else Path(folder)
+        if found is None:
+            raise UserError("There is no checkpoint to load.", remedy="Call accelerator.save_state() before.")
+        cast(Any, self._loop).load_objects(found)
