@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, UserError
 from burnish.rollouts.completions import Completion, CompletionSource
-from burnish.trainer.trl.rollouts.tools import ToolDialogue, schemas
+from burnish.trainer.trl.rollouts.tool_functions import schemas
+from burnish.trainer.trl.rollouts.tools import ToolDialogue
 from small_run import make_model
 
 TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}

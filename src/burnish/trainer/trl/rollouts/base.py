@@ -48,6 +48,7 @@ from burnish.trainer.trl.base import TrlTrainer
 from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.preferences.objective import capabilities_and_collator, padding_batch, reference_for
 from burnish.trainer.trl.rollouts.config import RolloutConfig
+from burnish.trainer.trl.rollouts.environments import Environments
 from burnish.trainer.trl.rollouts.prompts import (
     PromptRows,
     PromptTemplate,
@@ -67,14 +68,8 @@ from burnish.trainer.trl.rollouts.scripted import (
     token_values_of,
 )
 from burnish.trainer.trl.rollouts.tables import CompletionTablesCallback, empty_logs, fill_logs
-from burnish.trainer.trl.rollouts.tools import (
-    Environments,
-    Tool,
-    ToolDialogue,
-    ToolSource,
-    check_tools,
-    schemas,
-)
+from burnish.trainer.trl.rollouts.tool_functions import Tool, check_tools, schemas
+from burnish.trainer.trl.rollouts.tools import ToolDialogue, ToolSource
 from burnish.trainer.trl.sft.checks import check_sft_sets
 from burnish.trainer.trl.sft.setup import end_tokens, inner_tokenizer, resolve_model
 from burnish.trainer.trl.vision import MEDIA_READER, VisionCollator, family_for

@@ -32,7 +32,7 @@ from burnish.models.load import context_length
 from burnish.trainer.data.loaders import is_datasets_set, is_streamed_set
 from burnish.trainer.notes import logger
 from burnish.trainer.trl.rollouts.config import RolloutConfig
-from burnish.trainer.trl.rollouts.tools import Environments
+from burnish.trainer.trl.rollouts.environments import Environments
 from burnish.trainer.trl.vision import MEDIA, MEDIA_READER, image_columns, with_encoded_images, with_image_files
 from burnish.trainer.trl.vision import has_images as has_images_in
 

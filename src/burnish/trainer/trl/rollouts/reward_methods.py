@@ -14,7 +14,8 @@ from burnish.rollouts.rewards.compute import RewardTable, compute_rewards
 from burnish.rollouts.rewards.functions import RewardFunction, load_rewards, with_unique_names
 from burnish.rollouts.rewards.models import RewardModel
 from burnish.trainer.trl.rollouts.attributes import RolloutAttributes
-from burnish.trainer.trl.rollouts.tools import Environments, ToolSource
+from burnish.trainer.trl.rollouts.environments import Environments
+from burnish.trainer.trl.rollouts.tools import ToolSource
 from burnish.trainer.trl.vision import with_loaded_images
 
 

@@ -1,4 +1,4 @@
-"""Completion sources with tools and with environments.
+"""The completion source with tools.
 
 A completion with tools is generated in turns: a turn of the model, then the results of the tools that it called, whose
 tokens are not trained, then the next turn of the model. Ids are never recomputed from text: the ids of results are
@@ -8,15 +8,12 @@ those of the chat template after a conversation of two messages, without the ids
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
-
-from burnish.config.errors import UserError, first_line
+from burnish.config.errors import UserError
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import TemplateOptions
 from burnish.data.chat.rendering import PROMPT, WHOLE, Conversation, chat_ids
@@ -25,39 +22,12 @@ from burnish.inference.replies.replies import read_whole
 from burnish.inference.replies.reply_forms import ReplyForm, form_of_jinja, opens_thought, schemas_of
 from burnish.inference.types import NoiseKey
 from burnish.rollouts.completions import Completion, CompletionLimits, CompletionSource, with_text_results
-from burnish.rollouts.rewards.functions import RewardFunction
 from burnish.rollouts.user_functions import TimeLimitReached, call_function, run_coroutines
 from burnish.trainer.notes import logger
-from burnish.trainer.trl.vision import with_loaded_images
+from burnish.trainer.trl.rollouts.environments import Environments
+from burnish.trainer.trl.rollouts.tool_functions import Tool, schemas, text_of, text_or_list
 
-Tool = Callable[..., Any]
 _LONGEST_RUN = 1 << 30
-
-
-def schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of functions, from their signatures and docstrings. Raises UserError if one has none."""
-    found = []
-    for tool in tools:
-        try:
-            found.append(get_json_schema(tool))
-        except (DocstringParsingException, TypeHintParsingException) as error:
-            remedy = "Add type hints, and a docstring with a description and each argument under Args."
-            raise UserError(f"{first_line(error).removesuffix('!')}.", remedy=remedy, option="tools") from error
-    return found
-
-
-def check_tools(tools: Any) -> list[Tool]:
-    """Return the tools of a trainer as a list. Raises TypeError if they are no list of functions."""
-    if tools is not None and not isinstance(tools, list | tuple):
-        raise TypeError(
-            f"`tools` must be a list of functions. Received: {tools!r:.100}, of type {type(tools).__name__}."
-        )
-    for tool in tools or ():
-        if not inspect.isroutine(tool):
-            kind = type(tool).__name__
-            what = f"`tools` must be functions or methods. Received: {tool!r:.100}, of type {kind}."
-            raise TypeError(f"{what} Define a function with type hints and a docstring.")
-    return list(tools or ())
 
 
 class _SchemasWithUnknownNames(dict[str, Any]):
@@ -196,7 +166,10 @@ class ToolSource(CompletionSource):
         self.num_calls = self.num_failures = 0
         pending = [_PendingCompletion(list(prompt), key, self.tools) for prompt, key in zip(prompts, keys, strict=True)]
         if self.environments is not None:
-            self.environments.reset(self.records, pending, self.form, self.timeout_s)
+            started = self.environments.reset(self.records, self.timeout_s)
+            for completion, (messages, tools) in zip(pending, started, strict=True):
+                completion.tools = {tool.__name__: tool for tool in tools}
+                completion.prompt = completion.changed_prompt = self.form.prompt_ids(messages, schemas(tools))
             prompts = [completion.prompt for completion in pending]
         self._generate_turn(pending, prompts, limits)
         calling = [completion for completion in pending if completion.messages[-1].get("tool_calls")]
@@ -287,7 +260,7 @@ class ToolSource(CompletionSource):
 
         def result() -> Any:
             found = tools[call["name"]](**call["arguments"])
-            return found if inspect.isawaitable(found) else _text_or_list(found)
+            return found if inspect.isawaitable(found) else text_or_list(found)
 
         try:
             return call_function(result, self.timeout_s, name)
@@ -302,153 +275,8 @@ class ToolSource(CompletionSource):
             return str({"error": f"{name} has not returned for {self.timeout_s:g} s."})
         if isinstance(result, SystemExit):
             return str({"error": f"{name} called sys.exit({result.code})."})
-        return str({"error": _text_of(result)}) if isinstance(result, BaseException) else result
+        return str({"error": text_of(result)}) if isinstance(result, BaseException) else result
 
 
 async def _finish(result: Any) -> Any:
-    return _text_or_list(await result)
-
-
-def _text_or_list(result: Any) -> Any:
-    text = str(result)  # also of a list, whose entries may fail here
-    return result if isinstance(result, list) else text
-
-
-def _text_of(error: BaseException) -> str:
-    """Return the message of an exception, or its type if it has none."""
-    try:
-        return str(error) or type(error).__name__
-    except Exception:  # the script's code may raise anything
-        return type(error).__name__
-
-
-class Environments:
-    """Environments of completions: one object for each, reused by later generations.
-
-    Args:
-        factories: a callable, or several by the name in the column ``environment`` of a record.
-        tools: further functions that every completion may call.
-    """
-
-    def __init__(self, factories: Any, tools: Sequence[Tool]) -> None:
-        self.is_named = isinstance(factories, Mapping)
-        self.factories: dict[Any, Callable[[], Any]] = dict(factories) if self.is_named else {None: factories}
-        if not self.factories:
-            raise ValueError("`environment_factory` must have at least one entry. Received: an empty dictionary.")
-        for factory in self.factories.values():
-            if not callable(factory):
-                raise TypeError(
-                    "`environment_factory` must be a class or function that creates an environment, or a dictionary of "
-                    f"them by name. Received: {factory!r:.100}, of type {type(factory).__name__}."
-                )
-        self.shared = list(tools)
-        self.pools: dict[Any, list[Any]] = {name: [self._create(name)] for name in self.factories}
-        self.of_completions: list[Any] = []
-
-    def _create(self, name: Any) -> Any:
-        environment = self.factories[name]()
-        if not callable(getattr(environment, "reset", None)):
-            raise ValueError(
-                "Each environment instance returned by `environment_factory` must define a callable `reset`."
-            )
-        if inspect.iscoroutinefunction(environment.reset):
-            raise ValueError(f"{type(environment).__name__}.reset must be a function without `async`.")
-        return environment
-
-    def tools_of(self, environment: Any) -> list[Tool]:
-        """Return the functions that a completion in this environment may call: its public methods, and the common
-        ones."""
-        names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-        method_names = [n for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
-        return [*self.shared, *(getattr(environment, name) for name in method_names)]
-
-    def every_tool(self) -> list[Tool]:
-        """Return the functions of all environments, each name once."""
-        by_name = {tool.__name__: tool for pool in self.pools.values() for tool in self.tools_of(pool[0])}
-        return list(by_name.values())
-
-    def rewards(self) -> list[RewardFunction]:
-        """Return a reward function for each environment class with ``get_reward``."""
-        kinds = dict.fromkeys(type(p[0]) for p in self.pools.values() if callable(getattr(p[0], "get_reward", None)))
-        return [
-            RewardFunction(kind.__name__, _reward_of(kind), 1.0, parameters=frozenset({"environments"}))
-            for kind in kinds
-        ]
-
-    def reset(
-        self, records: Sequence[Mapping[str, Any]], pending: Sequence[_PendingCompletion], form: ToolDialogue,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
-        """Assign each completion its environment and tools, and append the result of ``reset`` to its prompt."""
-        used: dict[Any, int] = {}
-        self.of_completions = []
-        for record, completion in zip(records, pending, strict=True):
-            name = self._name_of(record)
-            place = used[name] = used.get(name, -1) + 1
-            if place == len(self.pools[name]):
-                self.pools[name].append(self._create(name))
-            environment = self.pools[name][place]
-            self.of_completions.append(environment)
-            observed = self._reset(environment, record, timeout_s)
-            tools = self.tools_of(environment)
-            completion.tools = {tool.__name__: tool for tool in tools}
-            messages = [dict(message) for message in record["prompt"]]
-            if observed is not None:
-                messages[-1]["content"] = f"{messages[-1].get('content') or ''}{observed}"
-            completion.prompt = completion.changed_prompt = form.prompt_ids(messages, schemas(tools))
-
-    def check_records(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Raise UserError for a record without an environment of ``environment_factory``."""
-        for record in records:
-            self._name_of(record)
-
-    def _name_of(self, record: Mapping[str, Any]) -> Any:
-        name = record["columns"].get("environment") if self.is_named else None
-        if name not in self.pools:
-            received = "no column of this name" if name is None else repr(name)
-            names = ", ".join(map(str, self.pools))
-            what = f'the column "environment" must name an environment ({names}). Received: {received}.'
-            raise UserError(what, where=record["place"], option="environment_factory")
-        return name
-
-    def _reset(self, environment: Any, record: Mapping[str, Any], timeout_s: float) -> str | None:
-        """Start an episode. Returns text for the prompt."""
-        name = f"{type(environment).__name__}.reset"
-        columns = {
-            key: value for key, value in record["columns"].items() if not (self.is_named and key == "environment")
-        }
-        columns = with_loaded_images(columns)
-        try:
-            observed = call_function(
-                partial(environment.reset, **{"prompt": record["prompt"], **columns}), timeout_s, name
-            )
-        except KeyboardInterrupt:
-            raise
-        except TimeLimitReached:
-            what = f"{name} has not returned for {timeout_s:g} s (reward_timeout_s)."
-            remedy = "Give the function a time limit of its own, or raise reward_timeout_s."
-            raise UserError(
-                what, where=record["place"], remedy=remedy, option=("reward_timeout_s", "environment_factory")
-            ) from None
-        except BaseException as error:  # the script's code may raise anything
-            what = f"{name} failed: {type(error).__name__}: {_text_of(error)}"
-            raise UserError(
-                f"{what.removesuffix('.')}.", where=record["place"], option="environment_factory"
-            ) from error
-        if observed is not None and not isinstance(observed, str):
-            what = (
-                f"{name} must return a string or None. Received: {observed!r:.100}, of type {type(observed).__name__}."
-            )
-            raise UserError(what, where=record["place"], option="environment_factory")
-        return observed
-
-
-def _reward_of(kind: Any) -> Callable[..., Any]:
-    """Return the reward of environments of a class, None for others."""
-    if inspect.iscoroutinefunction(kind.get_reward):
-
-        async def get_reward(environments: Sequence[Any]) -> list[Any]:
-            return [await each.get_reward() if type(each) is kind else None for each in environments]
-
-        return get_reward
-    return lambda environments: [each.get_reward() if type(each) is kind else None for each in environments]
+    return text_or_list(await result)
