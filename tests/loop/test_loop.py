@@ -178,7 +178,9 @@ def test_callback_can_stop_the_epoch_and_the_run(tmp_path):
     run, _ = make_run(tmp_path, [StopEpochAtTwo()], num_train_epochs=2)
     run.train()
     assert run.state.global_step == 2 + run.state.max_steps // 2
-    assert run.loader.state_dict() == {"epoch": 2, "position": 0, "is_in_epoch": False}
+    assert run.loader.state_dict() == {
+        "epoch": 2, "position": 0, "is_in_epoch": False, "is_ended_early": False, "has_short_epochs": True
+    }  # fmt: skip
 
 
 def test_best_weights_are_loaded_at_the_end(tmp_path):

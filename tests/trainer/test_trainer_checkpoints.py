@@ -641,3 +641,31 @@ def test_accelerator_loads_a_checkpoint_during_training(tmp_path, is_named):
     trainer = make_trainer(tmp_path, max_steps=5, save_strategy="no")
     trainer.add_callback(Undo())
     assert trainer.train().global_step == 5
+
+
+class EndEpochs(TrainerCallback):
+    """Ends epochs after these steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step in self.steps
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("steps", [(2, 4), (2,)])
+def test_run_that_ends_epochs_early_resumes_to_the_same_weights(tmp_path, steps, save_strategy):
+    def run(folder, resume=None):
+        trainer = make_trainer(folder, num_train_epochs=3, save_strategy=save_strategy, save_steps=1)
+        trainer.add_callback(EndEpochs(steps))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    checkpoints = sorted((tmp_path / "whole").glob("checkpoint-*"))
+    assert len(checkpoints) >= 3
+    for folder in checkpoints:
+        resumed = run(tmp_path / "resumed", str(folder))
+        assert resumed.state.global_step == whole.state.global_step
+        assert same(weights(resumed), weights(whole))

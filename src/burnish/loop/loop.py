@@ -128,11 +128,11 @@ class Loop:
         if self.options.eval_on_start and self.state.global_step == 0:
             self.evaluate()
         is_over = self.state.global_step == self.state.max_steps or self.control.should_training_stop
-        if is_over and self.loader.is_in_epoch:
-            self.finish_epoch()  # the checkpoint of the last step was saved before the end of its epoch
-        num_empty, has_short_epochs = 0, False
+        if self.loader.is_in_epoch and (is_over or self.loader.is_ended_early):
+            self.finish_epoch()  # the checkpoint of the last step of an epoch was saved before the end of the epoch
+        num_empty = 0
         while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
-            if has_short_epochs and self.loader.epoch >= self.state.num_train_epochs:
+            if self.loader.has_short_epochs and self.loader.epoch >= self.state.num_train_epochs:
                 break  # a callback ended epochs early, so there are fewer than max_steps steps
             if self.callbacks.fire("on_epoch_begin").should_training_stop:
                 break
@@ -145,7 +145,7 @@ class Loop:
                 self.handle_control()
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            has_short_epochs = has_short_epochs or self.control.should_epoch_stop
+            self.end_epoch_on_request()
             self.finish_epoch()
             if num_empty == 2:  # the first one may be the end of an epoch in which the run was resumed
                 raise UserError(
@@ -322,6 +322,7 @@ class Loop:
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self.state.stateful_callbacks = self.callbacks.state_dict()
+        self.end_epoch_on_request()
         with annotate_errors(Activity.SAVE):
             return self.checkpoints.save(self.state.global_step, self.parts, best=self.state.best_model_checkpoint)
 
@@ -337,10 +338,15 @@ class Loop:
         if self.parallel.rank:  # the checkpoint contains the sums of all ranks, which rank 0 continues
             self.meter.clear_sums()
 
+    def end_epoch_on_request(self) -> None:
+        """End the current epoch if a callback has requested it. A run that is resumed here continues with the next."""
+        if self.loader.is_in_epoch and self.control.should_epoch_stop:
+            self.loader.is_ended_early = self.loader.has_short_epochs = True
+
     def finish_epoch(self) -> None:
         """Fire ``on_epoch_end`` and handle the flags. If the epoch has no more steps, the loader moves to the next one
         first; remaining step batches of a rollout are dropped."""
-        if self.control.should_epoch_stop or self.loader.is_exhausted:
+        if self.loader.is_ended_early or self.loader.is_exhausted:
             self.rollout_buffer.clear()
             self.loader.end_epoch()
         self.loader.is_in_epoch = False

@@ -223,6 +223,8 @@ class Loader(Stateful, Protocol):
     """Yields the step batches of an epoch from the cursor on, each with the cursor after it."""
 
     is_in_epoch: bool  # whether a step was taken since the last ``on_epoch_end``
+    is_ended_early: bool  # whether a callback has ended the current epoch; ``end_epoch`` resets it
+    has_short_epochs: bool  # whether a callback has ended an epoch of the run
     epoch: int  # index of the epoch of the cursor
 
     def step_batches(self) -> Iterator[StepBatch]:

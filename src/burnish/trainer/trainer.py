@@ -431,7 +431,7 @@ class TrainerLoop(Loop):
             logger.warning(f"The best checkpoint {best} was deleted and will not be loaded at the end.")
             self.state.best_model_checkpoint = None
         if self.trainer.args.ignore_data_skip:
-            kept = {"epoch", "attributes"}
+            kept = {"epoch", "has_short_epochs", "attributes"}
             state = {name: value for name, value in self.loader.state_dict().items() if name in kept}
             self.loader.load_state_dict({**state, "position": 0})
 

@@ -228,7 +228,7 @@ class StepBatchLoader(Loader):
 
     epoch = 0
     position = 0  # within this epoch, in units of ``length``
-    is_in_epoch = False
+    is_in_epoch = is_ended_early = has_short_epochs = False
 
     @property
     def parts(self) -> Mapping[str, Stateful]:
@@ -249,14 +249,18 @@ class StepBatchLoader(Loader):
         return self.position >= self.length
 
     def end_epoch(self) -> None:
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.position, self.is_ended_early = self.epoch + 1, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, "is_in_epoch": self.is_in_epoch}
+        return {
+            "epoch": self.epoch, "position": self.position, "is_in_epoch": self.is_in_epoch,
+            "is_ended_early": self.is_ended_early, "has_short_epochs": self.has_short_epochs,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-        self.is_in_epoch = state.get("is_in_epoch", False)  # missing in checkpoints of earlier versions
+        for name in ("is_in_epoch", "is_ended_early", "has_short_epochs"):
+            setattr(self, name, state.get(name, False))  # missing in checkpoints of earlier versions
 
 
 class RowLoader(StepBatchLoader):
