@@ -33,6 +33,7 @@ _PUBLIC: dict[str, str] = {
         for kind in ("Config", "Trainer")
     },
     **dict.fromkeys(("CPOTrainer", "ORPOTrainer"), "burnish.trainer.trl.preferences.without_reference"),
+    "DataCollatorForCompletionOnlyLM": "burnish.trainer.trl.sft.completion_only",
     "EvalPrediction": "burnish.trainer.values",
     "SFTConfig": "burnish.trainer.trl.sft.config",
     "Seq2SeqTrainer": "burnish.trainer.seq2seq",
@@ -46,8 +47,8 @@ _PUBLIC: dict[str, str] = {
 }
 
 __all__ = [
-    "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "EvalPrediction", "Example", "GRPOConfig",
-    "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RLOOConfig", "RLOOTrainer",
+    "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DataCollatorForCompletionOnlyLM",
+    "EvalPrediction", "Example", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RLOOConfig", "RLOOTrainer",
     "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments",
     "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserError",
 ]  # fmt: skip

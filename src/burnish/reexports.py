@@ -76,10 +76,6 @@ UNSUPPORTED = {
         )
         for kind in ("Config", "Trainer")
     },
-    "DataCollatorForCompletionOnlyLM": (
-        "{name} was removed from TRL and is not available in burnish. With the columns `prompt` and `completion` the "
-        "loss is computed on the completion only; for `messages`, set SFTConfig(assistant_only_loss=True)."
-    ),
     "ConstantLengthDataset": (
         "{name} was removed from TRL and is not available in burnish. Set SFTConfig(packing=True) to pack examples."
     ),
