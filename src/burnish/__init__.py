@@ -48,9 +48,10 @@ _PUBLIC: dict[str, str] = {
 
 __all__ = [
     "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DataCollatorForCompletionOnlyLM",
-    "EvalPrediction", "Example", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig", "ORPOTrainer", "RLOOConfig", "RLOOTrainer",
-    "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments",
-    "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserError",
+    "EvalPrediction", "Example", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig",
+    "ORPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer",
+    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
+    "TrainingArguments", "UserError",
 ]  # fmt: skip
 
 
