@@ -219,3 +219,26 @@ def test_value_in_a_json_string_is_masked_and_the_json_stays_valid(text: str) ->
 def test_item_after_the_option_of_a_secret_is_masked() -> None:
     argv = ["burnish", "train", "--hub_token", PLAIN, "--seed", "3"]
     assert mask_json({"argv": argv})["argv"] == [*argv[:3], MASK, *argv[4:]]
+
+
+@pytest.mark.parametrize("before", ["%20", "\x1b[31m", "\x1b[1;31m", "\x1b[38;5;214m", "\\u001b", "\\x1b[0m"])
+def test_token_after_an_escape_sequence_is_masked(before: str) -> None:
+    assert without_secrets(f"{before}hf_{ALNUM[:34]}") == f"{before}{MASK}"
+
+
+@pytest.mark.parametrize("text", ["wandbApiKey: {}", '{{"SecretAccessKey": "{}"}}', 'hub_token = """{}"""'])
+def test_value_after_a_name_of_other_spelling_is_masked(text: str) -> None:
+    assert PLAIN not in without_secrets(text.format(PLAIN))
+
+
+@pytest.mark.parametrize("value", [{"a": PLAIN}, [["x", [PLAIN]]], [{"a": PLAIN}], (PLAIN, "b")])
+def test_texts_nested_under_the_name_of_a_secret_are_masked(value: object) -> None:
+    assert mask_json({"hub_token": value, "eos_token": {"content": "</s>"}}) == {
+        "hub_token": MASK,
+        "eos_token": {"content": "</s>"},
+    }
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Proxy-Authorization", "Cookie", "Set-Cookie"])
+def test_header_of_a_mapping_is_masked(name: str) -> None:
+    assert PLAIN not in json.dumps(mask_json({"headers": {name: f"session={PLAIN}"}}))

@@ -58,9 +58,12 @@ _SHAPES: tuple[tuple[str, str], ...] = (
 )
 """Prefixes of tokens, and patterns for the rest. Sources: the issuers' documentation; GitHub's list of secret patterns.
 """
-_TOKEN = re.compile(
-    rf"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))(?:{'|'.join(re.escape(begin) + rest for begin, rest in _SHAPES)})"
+_BEFORE_SHAPE = (
+    r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2})|(?<=\\u[0-9A-Fa-f]{4})|(?<=\\x[0-9A-Fa-f]{2})"
+    r"|(?<=\[\dm)|(?<=\[\d\dm)|(?<=;\dm)|(?<=;\d\dm)|(?<=;\d{3}m))"
 )
+"""No letter or digit, unless it ends an escape sequence: ``\\n``, ``%20``, ``\\u001b``, a color of a terminal."""
+_TOKEN = re.compile(rf"{_BEFORE_SHAPE}(?:{'|'.join(re.escape(begin) + rest for begin, rest in _SHAPES)})")
 _SCHEME = re.compile(
     r"(?:\b|(?<=\\[nrt]))(Bearer +|(?:Proxy-)?Authorization[\"']?: *[\"']?(?:\w+ +)?|(?:Set-)?Cookie[\"']?: *[\"']?)"
     r"(?=\S{8})[^\n\"']+",
@@ -74,7 +77,7 @@ _AFTER_NAME = re.compile(
     # hub_token: ..., ["hub_token"] = ..., --hub_token ...; in JSON, quotation marks of a text follow a backslash
     (?P<between>(?:\\*["'])?\]?(?:[ \t]*[:=][ \t]*|[ ](?=\S)|,[ ]*)
         (?:[|>][+-]?[ \t]*)?(?:\r?\n[ \t]*-[ \t]+|\r?\n[ \t]+)?)  # a value on the next line
-    (?P<value>\\+"[^"\\\n]*(?:\\+")?|"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
+    (?P<value>"{3}[^"]*(?:"{3})?|\\+"[^"\\\n]*(?:\\+")?|"[^"\n]*"?|'[^'\n]*'?|\[[^\]\n]*\]?|\{[^}\n]*\}?|[^\s,}\]"'][^\n,}\]"']*)""",
     re.VERBOSE | re.IGNORECASE,
 )
 _TOKEN_PREFIXES_WITHOUT_SECRET = frozenset(
@@ -179,7 +182,8 @@ def _mask_private_keys(text: str, key: re.Pattern[str] = _KEY) -> str:
 def _mask_match(match: re.Match[str]) -> str:
     """The name, with the value after it replaced if the name is a secret's."""
     before = re.search(r"[A-Za-z0-9_-]*$", match.string[max(0, match.start() - 40) : match.start()])
-    parts = re.split("[_-]", before[0].lower().lstrip("-")) if before else []
+    words = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", before[0].lstrip("-")) if before else ""  # wandbApiKey
+    parts = re.split("[_-]", words.lower())
     is_plain = (
         match["word"].lower() in ("token", "key") and len(parts) < 2 and not _SECRET_NAME_PREFIXES.intersection(parts)
     )
@@ -228,9 +232,16 @@ def _masked_value(value: Any, secrets: list[str]) -> Any:
 
 
 def _holds_secret(key: Any, value: Any, secrets: list[str]) -> bool:
-    if not (isinstance(value, str | list) and value != "" and _may_name_secret(str(key))):
+    """Whether a text, or any text in a list or an object, is masked after the name ``key``."""
+    if not _may_name_secret(str(key)):
         return False
-    return _mask_secrets(f"{key}: {json.dumps(value)}", secrets).endswith(f": {MASK}")
+    if isinstance(value, Mapping):
+        return any(_holds_secret(key, item, secrets) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_secret(key, item, secrets) for item in value)
+    if not isinstance(value, str) or value == "":
+        return False
+    return _mask_secrets(f"{key}: {json.dumps(value)}", secrets).endswith((MASK, f'{MASK}"'))
 
 
 def _is_flag_of_secret(word: Any) -> bool:
