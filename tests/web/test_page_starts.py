@@ -15,6 +15,7 @@ import burnish
 from burnish.config.options import specs
 from burnish.report.metadata import launch_record, write_outcome
 from burnish.run.plan.options import RunOptions
+from burnish.serve.http.errors import APIError
 from representative import representative_slow
 
 OPTIONS = specs(RunOptions)
@@ -398,3 +399,14 @@ def test_link_in_a_folder_is_not_written_through(page, root, monkeypatch, choice
     assert outside.read_text() == "as it was"
     assert "model_name_or_path" in (folder / written).read_text()
     assert not (folder / "console.log").is_symlink()
+
+
+def test_path_set_beside_an_alias_is_checked(tmp_path) -> None:
+    from burnish.serve.page.permissions import check_values
+    from burnish.serve.page.places import Roots
+    from burnish.serve.page.planner_process import field_of
+
+    spec = next(spec for spec in OPTIONS.values() if spec.names_place and spec.aliases and not spec.risky)
+    values = {spec.name: "/outside", spec.aliases[0]: "inside"}
+    with pytest.raises(APIError, match="must be a path inside"):
+        check_values(values, [field_of(spec)], (), Roots([str(tmp_path)]), tmp_path)

@@ -52,7 +52,7 @@ def check_values(
             )
             raise APIError(422, "not_allowed", message, param=name)
         if field["names_place"]:
-            named[name] = list(_texts(value))
+            named.setdefault(name, []).extend(_texts(value))  # an alias may be set beside its option
     folders = [start, *(places.within(text, "dataset_dir", start) for text in named.get("dataset_dir", ()))]
     for name, texts in named.items():
         for text in texts:
