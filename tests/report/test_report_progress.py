@@ -430,6 +430,8 @@ def test_diverging_loss_gives_one_warning(losses, warns, capsys):
     assert "".join(capsys.readouterr()).count("training is diverging") == warns
 
 
-def test_missing_bitsandbytes_kernel_is_not_printed_first() -> None:
-    """bitsandbytes warns of it on import, which peft does for every model."""
+def test_warnings_of_bitsandbytes_are_not_printed() -> None:
+    """bitsandbytes warns of a missing kernel on import, which peft does for every model, and of a conversion to float16
+    at every product with an 8-bit weight."""
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("bitsandbytes.autograd._functions").isEnabledFor(logging.WARNING)

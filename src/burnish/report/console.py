@@ -257,6 +257,8 @@ _LIBRARIES = {
 # On import, also by peft for a model that is not quantized, bitsandbytes (0.50) warns that the optional library
 # kernels is not installed.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# At every product with an 8-bit weight, it warns that the input is converted to float16.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 class _OwnNotes(logging.Handler):
