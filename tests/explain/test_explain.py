@@ -322,6 +322,17 @@ def test_explain_reads_no_weights(make_plan: Any, monkeypatch: pytest.MonkeyPatc
     assert explained_lines(make_plan())["starts"] == "at step 0"
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_explain_says_in_one_line_that_a_run_is_finished(
+    make_plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_checkpoint: bool
+) -> None:
+    from burnish.run.recovery.resume import Start
+
+    start = Start(tmp_path if has_checkpoint else None, (), "out is finished.\n  To train further, increase max_steps.")
+    monkeypatch.setattr("burnish.explain.explain.start_of", lambda *_: start)
+    assert explained_lines(make_plan())["starts"] == "out is finished. To train further, increase max_steps."
+
+
 def test_insufficient_disk_space_is_rejected_with_both_sizes(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.loop.schedule import plan_steps
     from burnish.models.load import load_config

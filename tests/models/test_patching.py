@@ -153,6 +153,12 @@ def test_patches_are_counted_by_target_and_reason() -> None:
     assert message == ["16 forward methods: 14 norms, 2 gated layers", "1 forward hook: 1 norm"]
 
 
+def test_plural_of_a_counted_patch_is_that_of_its_first_noun() -> None:
+    layer = Reason("layer under gradient checkpointing", "gradient_checkpointing is set")
+    message = patches_in_words([("gradient_checkpointing", layer)] * 3)
+    assert message == ["3 gradient_checkpointing flags: 3 layers under gradient checkpointing"]
+
+
 # --- patches of a run -------------------------------------------------------------------------------------------------
 
 RUNS = {

@@ -286,8 +286,10 @@ def _start_line(plan: Plan, prepared: Prepared) -> Line:
     there = len(Checkpoints(output_folder(plan.options)).all())
     removed = f"{format_count(there, 'checkpoint')} in output_dir {'is' if there == 1 else 'are'} removed"
     text = f"at step 0; {removed}" if there else "at step 0"
-    if start.checkpoint is not None:
-        text = start.done or f"from {start.checkpoint}, at step {load_state(start.checkpoint).global_step:,}."
+    if start.done:
+        text = " ".join(start.done.split())
+    elif start.checkpoint is not None:
+        text = f"from {start.checkpoint}, at step {load_state(start.checkpoint).global_step:,}."
     return Line("starts", " ".join([text, *start.notes]), plan.where("resume_from_checkpoint"))
 
 

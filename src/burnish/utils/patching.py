@@ -12,6 +12,7 @@ that another option or a bug in a library requires, and has the same losses up t
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -179,7 +180,7 @@ def patches_in_words(reasons: Iterable[tuple[str, Reason]]) -> list[str]:
     by_name: Counter[str] = Counter()
     for (name, _), count in counts.items():
         by_name[name] += count
-    nouns = {"forward": "forward method"}
+    nouns = {"forward": "forward method", "gradient_checkpointing": "gradient_checkpointing flag"}
     return [
         f"{_format_count(total, nouns.get(name, name))}: "
         + ", ".join(_format_count(n, why.kind) for (of, why), n in counts.items() if of == name)
@@ -193,7 +194,9 @@ def patch_summary(model: nn.Module) -> list[str]:
 
 
 def _format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    """``2 layers under gradient checkpointing``: the plural is that of the words before a preposition."""
+    plural = re.sub("(?= under | with |$)", "s", noun, count=1)
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def _place(owner: Any, name: str) -> tuple[Any, str]:
