@@ -333,8 +333,34 @@ def test_keys_of_an_entry_that_describe_it_are_noted_and_have_no_effect():
     assert role_contents(sets.train[0]) == [("user", "q"), ("assistant", "a")]
 
 
+def test_columns_that_no_record_has_are_to_be_removed_if_they_are_optional():
+    write_data("a.json", [{"instruction": "q", "input": "x", "output": "a"}] * 3)
+    usual = {"prompt": "instruction", "query": "input", "response": "output"}
+    write_info(mine={"file_name": "a.json", "columns": {**usual, "system": "system", "history": "past"}})
+    message = load_error(dataset="mine")
+    assert 'the records have no columns "system" and "past". Found: instruction, input, output.' in message
+    assert 'Correct the column in "columns", or remove "system" and "history" from it.' in message
+
+
+def test_key_that_is_similar_to_one_of_the_entry_has_no_effect():
+    write_data("a.json", RECORDS)
+    write_info(
+        mine={"file_name": "a.json", "file_name_eval": "b.json", "tags": {"formatting": "sharegpt", "role_tag": "role"}}
+    )
+    sets = load(dataset="mine")
+    assert sets.notes[0].endswith("these keys have no effect: file_name_eval, tags.formatting.")
+
+
 @pytest.mark.parametrize(
-    "entry", [{"colums": {}}, {"format": "sharegpt"}, {"columns": {"message": "m"}}, {"columns": {"output": "o"}}]
+    "entry",
+    [
+        {"colums": {}},
+        {"format": "sharegpt"},
+        {"columns": {"message": "m"}},
+        {"columns": {"output": "o"}},
+        {"tags": {"role": "r"}},
+        {"tags": {"user_tags": "r"}},
+    ],
 )
 def test_misspelled_keys_of_an_entry_with_a_file_are_rejected(entry):
     write_data("a.json", RECORDS)
@@ -389,7 +415,7 @@ def test_missing_column_is_rejected_with_existing_ones():
     write_info(mine={"file_name": "a.json", "columns": {"prompt": "question", "response": "output"}})
     message = load_error(dataset="mine")
     assert 'no column "question". Found: instruction, input, output.' in message
-    assert '"columns": {"prompt": "instruction", "response": "output"}' in message
+    assert '"columns": {"prompt": "instruction", "query": "input", "response": "output"}' in message
 
 
 def test_columns_without_prompt_are_rejected():

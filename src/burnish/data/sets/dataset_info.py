@@ -148,18 +148,21 @@ def _describe_source(name: str, entry: Any, info_where: str, folder: Path | None
         for key in ("subset", "folder", "num_samples", "formatting", "columns", "tags", "ranking")
         if key in entry
     }
-    columns = _unused_columns(entry)
-    if columns:
-        described["columns"] = {part: word for part, word in entry["columns"].items() if part not in columns}
-    unused = (*_unused_keys(entry), *(f"columns.{part}" for part in columns))
+    parts = {"columns": _unused_columns(entry), "tags": _unused_tags(entry)}
+    for key, unused_parts in parts.items():
+        if unused_parts:
+            described[key] = {part: word for part, word in entry[key].items() if part not in unused_parts}
+    unused = (*_unused_keys(entry), *(f"{key}.{part}" for key, unused_parts in parts.items() for part in unused_parts))
     split = entry.get("split") or "train"
     return DataSource(name, kind, location, where, split=split, is_described=True, unused=unused, **described)
 
 
 def _unused_keys(entry: Info) -> list[str]:
-    """Keys such as "description", which LLaMA-Factory ignores. A similar key has a spelling mistake."""
+    """Keys such as "description", which LLaMA-Factory ignores. A key that is similar to one that is not set has a
+    spelling mistake."""
     has_location = any(entry.get(key) is not None for key in _LOCATION_KEYS)
-    return [key for key in map(str, entry) if has_location and key not in _KEYS and not _is_similar(key, _KEYS)]
+    missing = _KEYS - entry.keys()
+    return [key for key in map(str, entry) if has_location and key not in _KEYS and not _is_similar(key, missing)]
 
 
 def _unused_columns(entry: Info) -> list[str]:
@@ -176,6 +179,18 @@ def _unused_columns(entry: Info) -> list[str]:
             is_unused = part not in _DEFAULT_COLUMNS and not _is_similar(part, _COLUMNS)
         unused += [part] if is_unused else []
     return unused
+
+
+def _unused_tags(entry: Info) -> list[str]:
+    """Keys of "tags" that LLaMA-Factory ignores, such as "formatting", which belongs in the entry."""
+    tags = entry.get("tags")
+    tags = tags if isinstance(tags, Mapping) else {}
+    missing = SHAREGPT_TAGS.keys() - tags.keys()
+    return [
+        part
+        for part in map(str, tags)
+        if not {part, f"{part}_tag"} & SHAREGPT_TAGS.keys() and not _is_similar(part, missing)
+    ]
 
 
 def _is_similar(word: str, known: Iterable[str]) -> bool:
@@ -196,7 +211,7 @@ def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
         if value is not None and not isinstance(value, Mapping):
             yield Problem(f'"{key}" must be an object. Received: {value!r}.', where)
             continue
-        unused = _unused_columns(entry) if key == "columns" else []
+        unused = _unused_columns(entry) if key == "columns" else _unused_tags(entry)
         for part, word in (value or {}).items():
             if part in unused:
                 continue

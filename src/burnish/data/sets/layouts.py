@@ -7,9 +7,8 @@ Errors: missing columns, records that match no format or several, preference dat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from burnish.config.errors import Problem, UserError, did_you_mean
@@ -44,7 +43,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     if needs.kind == "any":
         needs = replace(needs, kind=_kind_of(source, records))
     if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
-        what = f"stage: {needs.stage} requires the column {_quote_names(missing)}. Found: {list_columns(found)}."
+        what = f"stage: {needs.stage} requires the {_quote_columns(missing)}. Found: {list_columns(found)}."
         raise UserError(what, where=where, option="stage")
     layout = (
         _preference_layout(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
@@ -165,15 +164,18 @@ def _columns_of(records: Iterable[Values]) -> list[str]:
 
 def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
     """Return the problem that the records lack columns of the layout."""
-    found = _columns_of(records)
-    guesses = "".join(did_you_mean(column, found) for column in islice(missing, 1))
+    found, lacking = _columns_of(records), set(missing)
+    parts = {part: column for part, column in layout.columns.items() if column in lacking}
+    guesses = did_you_mean(next(iter(parts.values())), found)
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
     others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
     remedy = f'Set "columns": {json.dumps(proposal)}' if proposal else ""
     if others:
         remedy = f'The records appear to be in the format {others[0]}. Set "formatting": "{others[0]}".'
+    if not parts.keys() & layout.required:
+        remedy = f'Correct the column in "columns", or remove {_quote_names(parts)} from it.'
     return Problem(
-        f"the records have no column {_quote_names(missing)}. Found: {list_columns(found)}.{guesses}",
+        f"the records have no {_quote_columns(parts.values())}. Found: {list_columns(found)}.{guesses}",
         where=where,
         why=f"Expected for the format {layout.format}: {list_columns(layout.columns.values())}.",
         remedy=remedy,
@@ -398,10 +400,10 @@ def _guess(part: str, found: Iterable[str]) -> str | None:
 
 
 def proposed_columns(found: Iterable[str]) -> dict[str, str]:
-    """Guess the columns of prompt and response from their names; empty if there is no good guess."""
+    """Guess the columns of the alpaca format from their names; empty without a prompt and a response."""
     left, proposal = list(found), {}
-    for part in ("prompt", "response", "system"):
-        column = _guess(part, left)
+    for part in ("prompt", "query", "response", "system"):
+        column = _guess(part, left) if part != "query" else "input" if "input" in left else None
         if column is not None:
             proposal[part] = column
             left.remove(column)
@@ -409,4 +411,11 @@ def proposed_columns(found: Iterable[str]) -> dict[str, str]:
 
 
 def _quote_names(names: Iterable[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
+    """``"a", "b" and "c"``."""
+    *others, last = (f'"{name}"' for name in names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _quote_columns(names: Collection[str]) -> str:
+    """``column "a"``, or ``columns "a" and "b"``."""
+    return f"{'column' if len(names) == 1 else 'columns'} {_quote_names(names)}"
