@@ -101,6 +101,25 @@ def test_section_that_is_not_an_object_is_reported(settings, message):
     assert any(message in problem.what for problem in problems)
 
 
+def test_missing_file_of_llamafactory_is_replaced_by_a_built_in_config():
+    (message,) = problems(deepspeed="examples/deepspeed/ds_z3_offload_config.json")
+    assert "Set deepspeed: zero3_offload, the built-in config like LLaMA-Factory's ds_z3_offload_config.json." in message
+    (message,) = problems(deepspeed="examples/deepspeed/ds_z3_fp8_config.json")
+    assert "Built-in configs: zero0," in message
+
+
+def test_key_of_an_inline_config_is_to_be_removed_from_the_config():
+    (message,) = problems(deepspeed={"zero_stage": 2})
+    assert message.endswith('"zero_stage" of the DeepSpeed config is not supported.\n  Remove it from the config.')
+
+
+def test_optimizer_that_is_the_one_of_torch_is_accepted():
+    params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}
+    assert not problems(deepspeed={"optimizer": {"type": "AdamW", "params": params}})
+    (message,) = problems(deepspeed={"optimizer": {"type": "Adam", "params": {**params, "adam_w_mode": False}}})
+    assert "not supported" in message
+
+
 def test_monitors_and_comments_are_dropped_and_monitors_reported():
     options = {**zero_preset("zero2"), "_comment": "ours", "monitor_config": {"enabled": True}, "comms_config": {}}
     overrides = RunOptions(use_cpu=True, deepspeed=options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def deepspeed_problems(options: ParallelChoices) -> Iterator[Problem]:
     if isinstance(source, str) and source not in DEEPSPEED_NAMES and not Path(source).exists():
         yield Problem(
             f'"deepspeed": the file {Path(source).absolute()} does not exist.{did_you_mean(source, DEEPSPEED_NAMES)}',
-            remedy=f"Built-in configs: {', '.join(DEEPSPEED_NAMES)}. {json_beside(Path(source))}".rstrip(),
+            remedy=f"{_built_in(Path(source).name)} {json_beside(Path(source))}".rstrip(),
             option="deepspeed",
         )
         return
@@ -168,10 +169,18 @@ def deepspeed_problems(options: ParallelChoices) -> Iterator[Problem]:
             yield Problem(
                 f'"{key}" of the DeepSpeed config is not supported.',
                 where,
-                remedy="Remove it from the file.",
+                remedy="Remove it from the config.",
                 option="deepspeed",
             )
     yield from _offloads(where, settings)
+
+
+def _built_in(file_name: str) -> str:
+    """Name the built-in config in place of a file: of an example of LLaMA-Factory, or else all of them."""
+    example = re.fullmatch(r"ds_z(\d(?:_offload)?)_config\.json", file_name)
+    if example and f"zero{example[1]}" in DEEPSPEED_NAMES:
+        return f"Set deepspeed: zero{example[1]}, the built-in config like LLaMA-Factory's {file_name}."
+    return f"Built-in configs: {', '.join(DEEPSPEED_NAMES)}."
 
 
 def deepspeed_notes(options: ParallelChoices) -> Iterator[str]:
@@ -209,9 +218,13 @@ def _difference(where: str, key: str, value: Any, options: ParallelChoices) -> I
         yield Problem(
             f'"{key}" is {json.dumps(requested)}, but the option "{name}" is {json.dumps(option)}.',
             where,
-            remedy=f'Set {name}: {json.dumps(requested)}, or set it to "auto" in the file.',
+            remedy=f'Set {name}: {json.dumps(requested)}, or set it to "auto" in the config.',
             option=("deepspeed", name),
         )
+
+
+_USUAL_PARAMS = (("torch_adam", True), ("adam_w_mode", True))
+"""Parameters of DeepSpeed's Adam that choose torch's AdamW."""
 
 
 def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
@@ -219,11 +232,11 @@ def _own_section(where: str, key: str, value: Any) -> Iterator[Problem]:
     section = value if isinstance(value, Mapping) else {}
     params = section.get("params", {})
     is_usual = section.get("type") in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR") and isinstance(params, Mapping)
-    if not is_usual or any(item != AUTO for item in params.values()):
+    if not is_usual or any(item != AUTO and (name, item) not in _USUAL_PARAMS for name, item in params.items()):
         yield Problem(
             f'"{key}" of the DeepSpeed config is not supported.',
             where,
-            remedy=f"Remove it from the file; {_REPLACED_BY_OPTIONS[key]}.",
+            remedy=f"Remove it from the config; {_REPLACED_BY_OPTIONS[key]}.",
             option="deepspeed",
         )
 
