@@ -103,7 +103,7 @@ def test_section_that_is_not_an_object_is_reported(settings, message):
 
 def test_missing_file_of_llamafactory_is_replaced_by_a_built_in_config():
     (message,) = problems(deepspeed="examples/deepspeed/ds_z3_offload_config.json")
-    assert "Set deepspeed: zero3_offload, the built-in config like LLaMA-Factory's ds_z3_offload_config.json." in message
+    assert "Set deepspeed: zero3_offload, the built-in config like LLaMA-Factory's" in message
     (message,) = problems(deepspeed="examples/deepspeed/ds_z3_fp8_config.json")
     assert "Built-in configs: zero0," in message
 

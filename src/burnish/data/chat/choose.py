@@ -266,7 +266,7 @@ def _notes(spec: TemplateSpec, options: NamedTemplate) -> list[str]:
         notes.append('Template "empty" has no end-of-turn token, so the model does not learn to stop.')
     if spec.reasoning:
         thought = {
-            True: "it is trained on",
+            True: "it is part of the response",
             False: "it is put in the prompt, and all reasoning is removed",
             None: "it is put in the prompt",
         }
