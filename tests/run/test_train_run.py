@@ -90,6 +90,17 @@ def test_weights_are_converted_for_evaluations_outside_of_training(tmp_path, nam
     assert [entry["eval_loss"] for entry in history(tmp_path / "again") if "eval_loss" in entry] == losses
 
 
+@pytest.mark.parametrize(("greater_is_better", "evaluations"), [(False, 2), (True, 3)], ids=["last", "first"])
+def test_best_model_is_evaluated_again_only_if_it_is_not_the_last(tmp_path, greater_is_better, evaluations):
+    options = make_workspace(tmp_path, val_size=0.25, max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": greater_is_better}
+    assert run({**options, **best}) == 0
+    losses = [entry["eval_loss"] for entry in history(tmp_path / "out") if "eval_loss" in entry]
+    assert len(losses) == evaluations
+    best_loss = max(losses) if greater_is_better else min(losses)
+    assert json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"] == best_loss
+
+
 @pytest.mark.parametrize("name", ["bf16_full_eval", "fp16_full_eval"])
 def test_weights_of_sharded_models_are_not_converted(tmp_path, name, capsys):
     assert run(make_workspace(tmp_path, val_size=0.25, fsdp="full_shard", **{name: True})) == 2

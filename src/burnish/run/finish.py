@@ -197,7 +197,7 @@ def perplexities(metrics: Mapping[str, float], run: Loop, options: RunOptions) -
 
 def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
     """Return the metrics of an evaluation after the last step; empty if the weights have changed since."""
-    if options.load_best_model_at_end:
+    if options.load_best_model_at_end and run.state.best_global_step != run.state.global_step:
         return {}
     entries = [entry for entry in run.state.log_history if entry["step"] == run.state.global_step]
     metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
