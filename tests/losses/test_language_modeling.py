@@ -130,6 +130,34 @@ def test_non_linear_head_computes_full_logits_and_is_reported():
     assert_same((mine[0], {name.replace("head.0", "head"): grad for name, grad in mine[1].items()}), expected)
 
 
+@pytest.mark.parametrize("whole", [["lm_head"], ["embed_tokens", "lm_head"]], ids="-".join)
+def test_head_that_peft_trains_as_a_whole_computes_no_full_logits(whole):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted():
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole, task_type="CAUSAL_LM")
+        return get_peft_model(tiny(), config)
+
+    objective, _ = fit_objective(adapted())
+    assert not objective.notes
+    groups = split_rows(rows(4), 2)
+    fused, whole_logits = gradients(adapted(), groups), gradients(adapted(), groups, fused_loss=False)
+    assert_same(fused, whole_logits)
+    assert any("lm_head.modules_to_save" in name for name in fused[1])
+
+
+def test_head_is_the_original_one_while_the_adapter_is_disabled():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny(), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    objective, _ = fit_objective(model)
+    wrapper = model.get_base_model().lm_head
+    assert objective.head.linear is wrapper.modules_to_save["default"]
+    with model.disable_adapter():
+        assert objective.head.linear is wrapper.original_module
+
+
 class PromptTuned(torch.nn.Module):
     """Puts a trainable prompt of three tokens before each row, like peft's prompt tuning."""
 

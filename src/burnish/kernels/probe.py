@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,8 @@ class Head:
 
     Args:
         backbone: ids -> hidden states (B, T, H).
-        linear: (B, T, H) -> (B, T, V); its weight may be tied to the embedding's.
+        output: (B, T, H) -> (B, T, V): a linear layer, whose weight may be tied to the embedding's, or peft's wrapper
+            of one that is trained as a whole.
         scale: factor before the cap (Cohere, Granite).
         softcap: logits become ``softcap * tanh(logit / softcap)`` (Gemma 2).
         only: positions (N,) -> context manager for a forward pass whose hidden states are only read there.
@@ -113,11 +114,21 @@ class Head:
     """
 
     backbone: nn.Module
-    linear: nn.Linear
+    output: nn.Module
     scale: float = 1.0
     softcap: float | None = None
     only: Only = nullcontext
     scales_input: bool = False
+
+    @property
+    def linear(self) -> nn.Linear:
+        """The linear layer in use. In a wrapper it is the trained copy, unless the adapter is disabled."""
+        copies: Any = getattr(self.output, "modules_to_save", None)
+        if copies is None:
+            return cast(nn.Linear, self.output)
+        wrapper: Any = self.output
+        names = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in copies]
+        return cast(nn.Linear, copies[names[-1]] if names else wrapper.original_module)
 
     def of_linear_inputs(self) -> Head:
         """The head for inputs of ``linear`` that were captured in the model's own forward pass."""
@@ -169,7 +180,7 @@ def find_head(model: nn.Module) -> Head | None:
     """
     try:
         head = _claimed_head(model)
-        if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear):
+        if head is None or type(head.linear) is not nn.Linear or _has_hooks(head.linear) or _has_hooks(head.output):
             return None
         tokens, inputs = random_tokens(model, _LENGTH, seed=3), []
         keep = temporary_hook(head.linear, "forward_pre", lambda module, args: inputs.append(args[0]), _PROBE)
