@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 from safetensors import safe_open
@@ -274,7 +275,7 @@ def test_prediction_metrics_match_llamafactory(workspace):
     }  # fmt: skip
 
 
-def test_adapter_merge_config_exports_full_model(workspace):
+def test_adapter_merge_config_exports_full_model(workspace, capsys):
     assert main(["train", written(SFT + LORA)]) == 0
     Path("merge.yaml").write_text(
         "### Note: DO NOT use quantized model or quantization_bit when merging lora adapters\n"
@@ -287,6 +288,9 @@ def test_adapter_merge_config_exports_full_model(workspace):
         "Modelfile", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip
+    # Files for earlier versions set the device to cuda.
+    assert main(["export", "merge.yaml", "export_device=cuda", "export_dir=saves/on_gpu"]) == 0
+    assert torch.cuda.is_available() or "no GPU is available" in capsys.readouterr().out
 
 
 def test_tokenized_path_config_encodes_then_trains(workspace):

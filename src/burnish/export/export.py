@@ -86,7 +86,9 @@ def export(values: Mapping[str, RawValue]) -> Path:
     tokenizer.chat_template = template.jinja()
     using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
 
-    device = "cuda" if options.export_device == "auto" and torch.cuda.is_available() else "cpu"
+    device = "cuda" if options.export_device != "cpu" and torch.cuda.is_available() else "cpu"
+    if device == "cpu" and options.export_device == "cuda":
+        notes.append("export_device: cuda: no GPU is available, so the CPU is used.")
     model = merged_model(options, config, tokenizer, adapters, notes, device, needs_head=head is None)
     folder = Path(options.export_dir or "")
     with (

@@ -28,7 +28,7 @@ class ExportOptions:
     export_dir: str | None = option(None, "Output folder of burnish export.", names_place=True)
     export_size: int = option(5, "Maximum size of a weight file.", unit="GB", ge=1)
     export_device: str = option(
-        "cpu", "Device on which adapters are merged. auto: a GPU if available.", choices=("cpu", "auto")
+        "cpu", "Device on which adapters are merged. auto or cuda: a GPU if available.", choices=("cpu", "auto", "cuda")
     )
     infer_dtype: str = option(
         "auto", "Dtype of the weights for export and inference. auto: the dtype of the base model's files.",
