@@ -178,8 +178,12 @@ class RolloutNotesCallback(TrainerCallback):
                 f"{'all advantages are 0' if self.has_advantages else 'there are no pairs'}."
             )
         if (cut := logs.get("completions/clipped_ratio", 0.0)) >= _MANY:
+            # PPO has LLaMA-Factory's option, which sets the default of the other.
+            is_ppo = getattr(self.options, "stage", "") == "ppo"
+            is_set = is_ppo and getattr(self.options, "max_new_tokens", 0) == longest
+            limit = "max_new_tokens" if is_set else "max_completion_length"
             found["cut"] = (
-                f"{cut:.0%} of the completions were truncated at max_completion_length {longest}. Raise it, or check "
+                f"{cut:.0%} of the completions were truncated at {limit} {longest}. Raise it, or check "
                 "that the tokenizer and the template have an EOS or end-of-turn token."
             )
         if (kl := logs.get("kl", 0.0)) > _FAR:
