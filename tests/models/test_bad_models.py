@@ -59,6 +59,8 @@ def test_missing_folder_is_rejected_with_nearest_name_and_remedy(tmp_path, monke
     monkeypatch.chdir(tmp_path)  # looks like a hub id, but its parent is a folder here
     (result,) = model_problems("models/qwen-tniy")
     assert "Did you mean models/qwen-tiny?" in result
+    (result,) = model_problems("/hom/models/first")  # a model is not directly in the root folder
+    assert "Did you mean" not in result
 
 
 def test_file_is_not_a_model(tmp_path):

@@ -303,9 +303,12 @@ def _nearest_folders(path: Path) -> list[str]:
     models = [item for item in beside if (missing.parent / item / "config.json").is_file()]
     found = list(dict.fromkeys(near + models))[:3]
     rest = path.relative_to(missing)
-    whole = (missing.parent / item / rest for item in found)
+    whole = {missing.parent / item: missing.parent / item / rest for item in found}
+    is_root = missing.parent == missing.parent.parent  # /tmp is not meant by /hy-tmp/models/first
     return [
-        str(place if os.path.isdir(place) else missing.parent / item) for place, item in zip(whole, found, strict=True)
+        str(place if os.path.isdir(place) else folder)
+        for folder, place in whole.items()
+        if os.path.isdir(place) or not is_root
     ]
 
 
