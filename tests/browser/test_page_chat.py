@@ -106,6 +106,66 @@ def test_markdown_of_a_message_is_rendered_without_html(visitor, requests) -> No
     assert shown.locator("img").count() == 0
 
 
+WRITTEN = """Steps:
+1. **one** with `code`
+   - two
+
+   more
+2. three
+
+```python
+def f(x):
+    return x  # one
+```
+> quoted
+> - item
+
+| a | b |
+|---|---|
+| 1 | 2 |
+| 3 | 4 |
+
+## Heading
+---
+The end."""
+COMPARE_EVERY_BEGINNING = """async (text) => {
+  const script = document.querySelector("script[src*='chat.js']").src;
+  const { nodes, update } = await import(new URL("md.js", script));
+  const grown = document.createElement("div"), kept = [];
+  for (let end = 1; end <= text.length; end += 1) {
+    const whole = document.createElement("div");
+    whole.append(...nodes(text.slice(0, end)));
+    update(grown, text.slice(0, end));
+    if (grown.innerHTML !== whole.innerHTML) return [text.slice(0, end), grown.innerHTML, whole.innerHTML];
+    kept.push(["ol > li", "pre", "tbody tr"].map((selector) => grown.querySelector(selector)));
+  }
+  const complete = ["   - two", "return", "| 3"].map((later) => text.indexOf(later));
+  return complete.map((begin, at) => new Set(kept.slice(begin).map((nodes) => nodes[at])).size);
+}"""
+"""Number of nodes that a list item, a code block and a row had after their first line was complete."""
+
+
+def test_text_being_written_equals_whole_text_and_keeps_its_nodes(visitor, requests) -> None:
+    assert visitor.evaluate(COMPARE_EVERY_BEGINNING, WRITTEN) == [1, 1, 1]
+
+
+def test_tokens_that_arrive_together_are_drawn_together(visitor, requests) -> None:
+    deltas = [{"content": "word "} for _ in range(500)]
+    visitor.route("**/api/chat/*", lambda route: route.fulfill(
+        status=200, content_type="text/event-stream", body=chunks(*deltas)
+    ))  # fmt: skip
+    visitor.evaluate("""() => {
+        window.changes = 0;
+        const count = (records) => { window.changes += records.length; };
+        new MutationObserver(count).observe(document.querySelector("#sides"), { childList: true, subtree: true });
+    }""")
+    visitor.fill("#message", "Write.")
+    visitor.click("#send")
+    visitor.wait_for_selector("#stop-response", state="hidden")
+    visitor.locator('.side[data-side="0"] .turn.assistant', has_text="word " * 499).wait_for()
+    assert visitor.evaluate("window.changes") < 100
+
+
 def test_past_conversation_is_reopened_and_deleted_one_restored(visitor, requests) -> None:
     for question in ("First question", "Second question"):
         visitor.click("#new-chat")

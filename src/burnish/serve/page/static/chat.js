@@ -10,7 +10,7 @@ import { answers, chain, conversation } from "./messages.js";
 import { Failed, get } from "./net.js";
 import { choices, findTargets } from "./targets.js";
 import { sampling, statistics, tools } from "./sampling.js";
-import { fill, promptNode, referenceNode, small, turnNode, waits } from "./turns.js";
+import { fill, following, oncePerFrame, promptNode, referenceNode, small, toEnd, turnNode, waits } from "./turns.js";
 import { loadWordsOf, ready, t } from "./words.js";
 await Promise.all([ready, loadWordsOf("chat")]);
 const wanted = $("#engines").dataset.target,
@@ -22,7 +22,6 @@ let chat = sessionStorage.getItem("chat") ?? "";
 let opened = 0; // how often a conversation was opened
 /** Sides whose tool results were entered while a response was written. @type {Set<number>} */
 const continued = new Set();
-const scroll = $("#chat-scroll");
 const attached = new Attached(() => engines.running[[0, 1].find((side) => engines.isReady(side)) ?? 0]?.id);
 const name = (/** @type {number} */ side) => targets.get(engines.chosen[side] ?? "")?.label ?? "";
 
@@ -36,8 +35,6 @@ function settle() {
   $("#welcome-text").textContent = t(targets.size ? (engines.chosen[0] ? "chat_ready" : "chat_choose") : "no_models");
   $("#retry").disabled = $("#record").disabled = !isAny;
 }
-const isNearEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-const toEnd = () => scroll.scrollTo(0, scroll.scrollHeight);
 function show() {
   for (const side of [0, 1, "reference"]) $(`.side[data-side="${side}"]`).replaceChildren();
   for (const turn of turns) showTurn(turn);
@@ -79,23 +76,23 @@ async function answer(side, turn, offered) {
   answering.push(stop);
   fill(node, one);
   toEnd();
-  const began = performance.now();
+  const began = performance.now(),
+    drawing = oncePerFrame(() => fill(node, one));
   let [firstMs, count] = [0, 0];
   try {
     const body = { messages, ...sampling(turn.again), ...(offered.length ? { tools: offered } : {}) };
     for await (const tokens of answers(engines.running[side].id, body, one, stop.signal)) {
       if (!firstMs && (one.text || one.reasoning)) firstMs = performance.now() - began;
       count = tokens;
-      const follows = isNearEnd();
-      fill(node, one);
-      if (follows) toEnd();
+      drawing.request();
     }
     one.figures = statistics(count, performance.now() - began, firstMs);
   } catch (failed) {
     one.figures = stop.signal.aborted ? t("was_stopped") : failed instanceof Error ? failed.message : String(failed);
     if (failed instanceof Failed && failed.code === "no_engine") void engines.load(side, engines.chosen[side] ?? "");
   }
-  finish(node, one, side, turn);
+  drawing.cancel();
+  following(() => finish(node, one, side, turn));
 }
 /** Show an entered tool result, and request the next response once no call of this side is waiting. @param {number} side @param {any} turn */
 async function goOn(side, turn) {

@@ -3,7 +3,7 @@
 import { $, copy, el, icon } from "./dom.js";
 import { visible } from "./format.js";
 import { thumbs } from "./images.js";
-import { nodes } from "./md.js";
+import { nodes, update } from "./md.js";
 import { chain } from "./messages.js";
 import { t } from "./words.js";
 
@@ -24,7 +24,8 @@ export function turnNode(role, side, name) {
       el("summary", {}, t("reasoning")),
       el("div", { class: "reasoning-text" }),
     );
-  const figures = el("div", { class: "figures" }),
+  const tokens = el("details", { class: "tokens", hidden: true }, el("summary", {}, t("response_tokens"))),
+    figures = el("div", { class: "figures" }, el("span"), tokens),
     tools = el("div", { class: "turn-tools" });
   const node = el(
     "article",
@@ -35,7 +36,7 @@ export function turnNode(role, side, name) {
     el("div", { class: "row caption" }, figures, tools),
   );
   $(`.side[data-side="${side}"]`).append(node);
-  return { node, text, reasoning, figures, tools };
+  return { node, text, reasoning, figures, tokens, tools, extras: /** @type {any[]} */ ([]) };
 }
 /** Render a tool call with its result, or with a field to enter one. @param {any} call @param {any} one @param {(() => void) | undefined} onResult */
 function callNode(call, one, onResult) {
@@ -54,25 +55,49 @@ function callNode(call, one, onResult) {
   };
   return [shown, el("form", { class: "row result-form", onsubmit: give }, field, el("button", {}, t("submit_result")))];
 }
-/** @param {any} node of turnNode @param {any} one the answer @param {() => void} [onResult] after a result was entered */
+/**
+ * Show an answer, also while it is being written: what did not change keeps its nodes.
+ * @param {any} node of turnNode @param {any} one the answer @param {() => void} [onResult] after a result was entered
+ */
 export function fill(node, one, onResult) {
-  node.text.replaceChildren(...nodes(one.text));
+  for (const extra of node.extras) extra.remove();
+  update(node.text, one.text);
+  node.extras = (one.calls ?? []).flatMap((/** @type {any} */ call) => callNode(call, one, onResult));
   if (!one.figures && !one.text && !one.reasoning)
-    node.text.append(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
-  for (const call of one.calls ?? []) node.text.append(...callNode(call, one, onResult));
+    node.extras.unshift(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
+  node.text.append(...node.extras);
   node.reasoning.hidden = !one.reasoning;
   $(".reasoning-text", node.reasoning).textContent = visible(one.reasoning ?? "");
-  const tokens = one.pieces?.length
-    ? el(
-        "details",
-        { class: "tokens" },
-        el("summary", {}, t("response_tokens")),
-        one.pieces.map((/** @type {any[]} */ [piece, logprob]) =>
-          el("span", { class: "piece", title: `${(100 * Math.exp(logprob)).toFixed(1)} %` }, visible(piece)),
-        ),
-      )
-    : null;
-  node.figures.replaceChildren(...(one.figures ? [el("span", {}, one.figures)] : []), ...(tokens ? [tokens] : []));
+  const added = (one.pieces ?? []).slice(node.tokens.children.length - 1); // after the summary
+  node.tokens.append(
+    ...added.map((/** @type {any[]} */ [piece, logprob]) =>
+      el("span", { class: "piece", title: `${(100 * Math.exp(logprob)).toFixed(1)} %` }, visible(piece)),
+    ),
+  );
+  node.tokens.hidden = !one.pieces?.length;
+  $("span", node.figures).textContent = one.figures ?? "";
+}
+const scroll = $("#chat-scroll");
+export const toEnd = () => scroll.scrollTo(0, scroll.scrollHeight);
+/** Draw, and stay at the end of the conversation. @param {() => void} draw */
+export function following(draw) {
+  const isNearEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+  draw();
+  if (isNearEnd) toEnd();
+}
+/** Draw what is being written at most once per frame, however many tokens arrive. @param {() => void} draw */
+export function oncePerFrame(draw) {
+  let frame = 0;
+  const drawn = () => {
+    frame = 0;
+    following(draw);
+  };
+  return {
+    request: () => {
+      frame ||= requestAnimationFrame(drawn);
+    },
+    cancel: () => cancelAnimationFrame(frame),
+  };
 }
 /** Render the prompt of a turn, and the earlier messages of its record. @param {any} turn @param {number} side @param {((text: string) => void) | undefined} edited */
 export function promptNode(turn, side, edited) {
