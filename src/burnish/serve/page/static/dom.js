@@ -62,19 +62,25 @@ export function notify(text, action) {
   clearTimeout(said);
   said = setTimeout(() => place.replaceChildren(), action ? 12000 : 5000);
 }
-/** Copy text to the clipboard, also without https. @param {string} text */
+/** Copy the text of a selected field: the only way without https. Returns whether the browser did. @param {string} text */
+function copySelected(text) {
+  const focused = /** @type {any} */ (document.activeElement),
+    area = el("textarea", { class: "hidden" });
+  area.value = text;
+  ($("dialog[open]") ?? document.body).append(area); // outside of an open dialog, nothing can be selected
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  return isCopied;
+}
+/** Copy text to the clipboard, and say whether that was possible. @param {string} text */
 export async function copy(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    const area = el("textarea", { class: "hidden" });
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-  notify(t("copied"));
+  const isCopied = await navigator.clipboard?.writeText(text).then(
+    () => true,
+    () => false,
+  );
+  notify(t(isCopied || copySelected(text) ? "copied" : "not_copied"));
 }
 /** Download a text or an image as a file. @param {Blob} blob @param {string} name */
 export function download(blob, name) {

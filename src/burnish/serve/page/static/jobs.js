@@ -1,8 +1,8 @@
 // @ts-check
 // Exports, predictions and evaluations: forms, and started jobs with their state.
-import { $, $$, copy, el, figure, notify } from "./dom.js";
-import { bytes, duration, plain } from "./format.js";
-import { Failed, get, pause, send, up } from "./net.js";
+import { $, $$, el, notify } from "./dom.js";
+import { JobCard } from "./job_card.js";
+import { Failed, get, pause, send } from "./net.js";
 import { choices, findTargets } from "./targets.js";
 import { ready, t } from "./words.js";
 
@@ -91,82 +91,21 @@ form.addEventListener("submit", async (/** @type {Event} */ event) => {
     button.disabled = false;
   }
 });
-/** The responses of a prediction, with the images of their prompts. @param {any} job */
-function predictionsOf(job) {
-  const place = el("div", { class: "predictions" });
-  void import("./predictions.js").then((module) => module.showPredictions(place, job.run));
-  return place;
-}
-/** @param {any} job */
-function card(job) {
-  const { done, total } = job.progress; // of a prediction: prompts or batches
-  const share =
-    job.state === "done"
-      ? 1
-      : job.expected
-        ? Math.min(0.99, job.written / job.expected)
-        : total
-          ? done / total
-          : undefined;
-  const bar = el("progress", { max: 1, value: share, "aria-label": t("progress") });
-  const amount = job.expected
-    ? t("of_about", { done: bytes(job.written), all: bytes(job.expected) })
-    : total
-      ? t("done_of", { step: done, total })
-      : "";
-  const size = job.state === "running" && amount ? ` · ${amount}` : "";
-  const line = (/** @type {string} */ text) =>
-    el(
-      "p",
-      { class: "row line" },
-      el("code", { class: "grow" }, text),
-      el("button", { type: "button", onclick: () => copy(text) }, t("copy")),
-    );
-  const metrics = Object.entries(job.metrics).slice(0, 12);
-  return el(
-    "section",
-    { class: "card stack job", "data-job": job.id },
-    el(
-      "div",
-      { class: "row" },
-      el("b", {}, job.name),
-      el("span", { class: "tag" }, t(`job_${job.kind}`)),
-      el("span", { class: "grow" }),
-      el("small", { role: "status" }, `${duration(job.seconds)}${size}`),
-      el("span", { class: `state ${job.state}` }, t(`state_${job.state}`)),
-    ),
-    job.state === "failed" ? null : bar,
-    metrics.length
-      ? el(
-          "dl",
-          { class: "tiles" },
-          metrics.map(([name, value]) =>
-            el("div", { class: "tile" }, el("dt", {}, name.replace(/^(eval|predict)_/, "")), figure(value, "dd")),
-          ),
-        )
-      : null,
-    job.lines.length ? el("div", { class: "job-lines" }, el("p", {}, t("export_done")), job.lines.map(line)) : null,
-    job.answers ? predictionsOf(job) : null,
-    el("small", { class: "mono" }, job.run ? el("a", { href: `${up}runs/${job.run}` }, job.folder) : job.folder),
-    el(
-      "details",
-      { open: job.state !== "done" },
-      el("summary", {}, t("tab_log")),
-      el("pre", { class: "job-log", tabindex: 0 }, plain(job.text) || t("nothing_yet")),
-    ),
-  );
-}
+/** @type {Map<string, JobCard>} */
+const cards = new Map();
 /** Show the current state of a job, and return whether it is still running. @param {string} id */
 async function refresh(id) {
   const job = await get(`api/jobs/${id}`),
-    shown = $(`[data-job="${id}"]`),
-    node = card(job);
-  if (shown) {
-    const details = $("details", shown);
-    if (job.state === "running" && details) $("details", node).open = details.open;
-    shown.replaceWith(node);
-  } else $("#jobs").prepend(node);
-  $(".job-log", node).scrollTop = 1e6;
+    card = cards.get(id);
+  if (card) card.update(job);
+  else {
+    const made = new JobCard(job),
+      place = $(`[data-job="${id}"]`);
+    cards.set(id, made);
+    if (place) place.replaceWith(made.node);
+    else $("#jobs").prepend(made.node);
+    made.log.scrollTop = made.log.scrollHeight;
+  }
   $("#no-jobs").hidden = true;
   return job.state === "running";
 }
