@@ -313,6 +313,29 @@ def test_problem_without_a_visible_field_is_shown_and_its_value_can_be_removed(v
     visitor.locator("#problems", has_text="must be an integer").wait_for()
 
 
+def test_value_that_is_no_choice_is_shown_with_its_error_and_kept(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    fill(visitor)
+    click_menu_item(visitor, "#load-yaml")
+    visitor.fill("#yaml-text", "stage: sftt\nlr_scheduler_type: cosin\nbf16: maybe")
+    visitor.click("#yaml-take")
+    shown = "(select) => [select.value, select.selectedOptions[0]?.textContent]"
+    visitor.locator("[data-option=stage] .problem", has_text="stage").wait_for()
+    assert visitor.locator("#box-stage").evaluate(shown) == ["sftt", "sftt (not in the list)"]
+    visitor.evaluate("for (const one of document.querySelectorAll('.topic')) one.open = true")
+    visitor.locator("[data-option=lr_scheduler_type] .problem", has_text="cosin").wait_for()
+    assert visitor.locator("#box-lr_scheduler_type").evaluate(shown) == ["cosin", "cosin (not in the list)"]
+    assert visitor.locator("#box-bf16").evaluate(shown) == ["maybe", "maybe (not in the list)"]
+    click_menu_item(visitor, "#save-preset")
+    visitor.fill("#preset-name", "kept")
+    visitor.click("#preset-keep")
+    visitor.get_by_text("Saved as kept.").wait_for()
+    assert '"sftt"' in next(server.home.rglob("kept.yaml")).read_text()
+    visitor.select_option("#box-stage", "dpo")
+    visitor.select_option("#preset", "LoRA")
+    assert visitor.locator("#box-stage").evaluate(shown)[0] == "dpo"
+
+
 def test_dialogs_close_with_escape_and_return_the_focus(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     visitor.wait_for_selector("#box-model_name_or_path")

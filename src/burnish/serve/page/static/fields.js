@@ -15,6 +15,16 @@ export function textOf(value) {
   if (Array.isArray(value) && value.every((item) => typeof item === "string")) return value.join(", ");
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
+/** Show a value in a control. A select receives an option for a value that it does not have. @param {any} input @param {string} text */
+export function showValue(input, text) {
+  if (input.value === text) return;
+  if (input.localName === "select") {
+    input.querySelector("[data-unlisted]")?.remove();
+    if (![...input.options].some((option) => option.value === text))
+      input.append(el("option", { value: text, "data-unlisted": true }, t("not_listed", { value: text })));
+  }
+  input.value = text;
+}
 /** @param {Field} field @param {string} id @param {boolean} isOff */
 function control(field, id, isOff) {
   const common = { id, name: field.name, "aria-describedby": `${id}-hint ${id}-problem`, disabled: isOff };

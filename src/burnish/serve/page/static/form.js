@@ -2,7 +2,7 @@
 // The form for a new run, and its plan, which is updated after each change.
 import { Columns } from "./columns.js";
 import { $, $$, askToConfirm, copy, notify, tabs } from "./dom.js";
-import { fieldOf, textOf } from "./fields.js";
+import { fieldOf, showValue, textOf } from "./fields.js";
 import { joined } from "./format.js";
 import { Failed, api, events, get, send, up } from "./net.js";
 import { Examples, detailNodes, noteNodes, planLine, planNodes, showOthers } from "./plan.js";
@@ -85,9 +85,7 @@ const topics = new Topics(
 /** @param {string} name */
 function put(name) {
   for (const node of $$(`[data-option="${CSS.escape(name)}"]`)) {
-    const input = $("input, select", node),
-      text = textOf(values.get(name));
-    if (input.value !== text) input.value = text;
+    showValue($("input, select", node), textOf(values.get(name)));
     node.classList.toggle("changed", values.has(name));
   }
 }
