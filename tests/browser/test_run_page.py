@@ -75,6 +75,19 @@ def test_completions_appear_while_the_page_is_open(visitor, server, first) -> No
     visitor.locator("#panel-completions .tag", has_text="exact").wait_for()
 
 
+def test_all_completions_of_a_step_can_be_shown(visitor, server, first) -> None:
+    rows = [{"step": 1, "record": "a", "sample": sample, "prompt": "p", "completion": f"c{sample}"}
+            for sample in range(100)]  # fmt: skip
+    (first / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    visitor.reload()
+    visitor.click("#tab-completions")
+    visitor.get_by_text("64 of 100 completions").wait_for()
+    visitor.get_by_role("button", name="Show more").click()
+    visitor.locator(".completion", has_text="c99").wait_for()
+    assert visitor.locator(".completion").count() == 100
+    assert not visitor.get_by_role("button", name="Show more").is_visible()
+
+
 def test_reward_model_is_not_offered_for_chat(visitor, server, first) -> None:
     assert visitor.is_visible("#to-chat")
     run = visitor.url.rpartition("/")[2]

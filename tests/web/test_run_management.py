@@ -158,6 +158,19 @@ def test_completions_are_shown_by_step_and_record_newest_first(page, root) -> No
     assert 'id="tab-completions"' in page.send("GET", f"/runs/{page.id_of('first')}")[2]
 
 
+def test_many_completions_of_a_step_are_returned_in_parts(page, root) -> None:
+    rows = [{"step": 1, "record": None, "sample": sample, "completion": "c",
+             "advantage": None if sample == 9 else float(sample % 100)} for sample in reversed(range(150))]  # fmt: skip
+    (root / "trl/completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = f"/api/runs/{page.id_of('trl')}/completions?step=1&record=None"
+    parts = [page.get(f"{path}&offset={offset}") for offset in (0, 64, 128)]
+    assert [(len(part["rows"]), part["count"]) for part in parts] == [(64, 150), (64, 150), (22, 150)]
+    assert [row["sample"] for part in parts for row in part["rows"]] == list(range(150))
+    best, worst = (page.get(f"{path}&order={order}")["rows"] for order in ("best", "worst"))
+    assert [row["sample"] for row in (best[0], *worst[:4])] == [99, 0, 9, 100, 1]
+    assert page.send("GET", f"{path}&offset=x")[0] == 422
+
+
 def test_report_is_one_self_contained_file(page) -> None:
     status, headers, text = page.send("GET", f"/api/runs/{page.id_of('first')}/report")
     assert status == 200

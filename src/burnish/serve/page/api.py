@@ -167,10 +167,12 @@ class Api:
         return ShownJson({"from": begin, "to": behind, "text": text})
 
     async def completions(self, request: Request) -> Response:
-        """Rewarded completions of a step and a record. Without a step: the available steps and records."""
+        """Rewarded completions of a step and a record, from ``offset`` on. Without a step: the steps and records."""
         run, query = await self.site.run(request.path_params["id"]), request.query_params
         step = whole_number(query["step"], "step", 0) if query.get("step") else None
-        return ShownJson(await asyncio.to_thread(completions, run.folder, step, query.get("record") or None))
+        order, offset = query.get("order", "sample"), whole_number(query.get("offset"), "offset", 0)
+        record = query.get("record") or None
+        return ShownJson(await asyncio.to_thread(completions, run.folder, step, record, order, offset))
 
     async def predictions(self, request: Request) -> Response:
         """Some responses that a run has written, from ``offset`` on."""

@@ -87,17 +87,22 @@ export async function showCompletions(place, id) {
     ),
   );
   const shown = el("div");
-  place.replaceChildren(el("div", { class: "row controls" }, record, step, other, order), shown);
+  place.replaceChildren(
+    el("div", { class: "row controls" }, record, step, other, order),
+    found.is_part ? el("p", { class: "hint" }, t("completions_part")) : "",
+    shown,
+  );
   const of = (/** @type {any} */ label) => select(label).value;
   let shows = 0;
   async function show() {
     const own = (shows += 1);
     const steps = [of(other), of(step)].filter(Boolean);
-    const columns = await Promise.all(
-      steps.map((one) => get(`api/runs/${id}/completions?step=${one}&record=${encodeURIComponent(of(record))}`)),
-    );
+    const part = (/** @type {string} */ one, offset = 0) =>
+      get(
+        `api/runs/${id}/completions?${new URLSearchParams({ step: one, record: of(record), order: of(order), offset: String(offset) })}`,
+      );
+    const columns = await Promise.all(steps.map((one) => part(one)));
     if (own !== shows) return; // another step was selected meanwhile
-    const sign = { sample: 0, best: -1, worst: 1 }[/** @type {"sample" | "best" | "worst"} */ (of(order))];
     const first = columns.flatMap((one) => one.rows)[0];
     shown.replaceChildren(
       ...(first
@@ -110,21 +115,36 @@ export async function showCompletions(place, id) {
       el(
         "div",
         { class: "pair" },
-        columns.map((one, place) =>
-          el(
-            "section",
-            { "aria-label": `${t("step")} ${steps[place]}` },
-            el("h3", {}, `${t("step")} ${steps[place]}`),
-            one.rows
-              .toSorted(
-                (/** @type {any} */ a, /** @type {any} */ b) =>
-                  sign * (a.advantage - b.advantage) || a.sample - b.sample,
-              )
-              .map(completion),
-          ),
-        ),
+        columns.map((one, place) => column(steps[place], one, (offset) => part(steps[place], offset))),
       ),
     );
   }
   await show();
+}
+/**
+ * The completions of a step. More are requested with a button.
+ * @param {string} step @param {any} found @param {(offset: number) => Promise<any>} part
+ */
+function column(step, found, part) {
+  const list = el("div"),
+    count = el("span", { role: "status" }),
+    more = el("button", { type: "button", onclick: add }, t("more_predictions")),
+    rest = el("div", { class: "row" }, count, more);
+  /** @param {any} next */
+  function show(next) {
+    list.append(...next.rows.map(completion));
+    const shown = list.children.length;
+    rest.hidden = shown >= next.count;
+    count.textContent = t("completions_shown", { shown, all: next.count });
+  }
+  async function add() {
+    more.disabled = true;
+    try {
+      show(await part(list.children.length));
+    } finally {
+      more.disabled = false;
+    }
+  }
+  show(found);
+  return el("section", { "aria-label": `${t("step")} ${step}` }, el("h3", {}, `${t("step")} ${step}`), list, rest);
 }
