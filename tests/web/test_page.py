@@ -61,6 +61,17 @@ EFFECTS = [
 # --- authentication ---------------------------------------------------------------------------------------------------
 
 
+def test_errors_of_pages_are_pages_for_browsers_and_json_for_others(page) -> None:
+    browser = {"Accept": "text/html,*/*", "Accept-Language": "zh", "Accept-Encoding": ""}
+    for path, text in (("/runs/000000000000", "未找到该运行"), ("/no/page", "该网址不存在")):
+        status, headers, body = page.send("GET", path, **browser)
+        assert (status, headers["content-type"].partition(";")[0]) == (404, "text/html")
+        assert [text in body, 'href="../runs"' in body] == [True, True]
+        assert json.loads(page.send("GET", path)[2])["error"]["message"]
+    status, headers, _ = page.send("GET", "/api/runs/000000000000", **browser)
+    assert (status, headers["content-type"]) == (404, "application/json")
+
+
 def test_missing_cookie_redirects_pages_to_sign_in_and_gives_scripts_401(page) -> None:
     for path in PAGES:
         status, headers, _ = page.send("GET", path, Cookie="")

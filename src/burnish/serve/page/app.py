@@ -8,24 +8,25 @@ from __future__ import annotations
 import asyncio
 import math
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from burnish import __version__
 from burnish.config.secrets import without_secrets
 from burnish.report.pace import short_time
 from burnish.serve.http.bodies import json_object, whole_body
 from burnish.serve.http.errors import APIError, page_error
-from burnish.serve.http.guards import Guard, Rules, with_and_without_prefix
+from burnish.serve.http.guards import Guard, Rules, as_api_error, with_and_without_prefix
 from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import MemoryFiles
@@ -42,7 +43,7 @@ from burnish.serve.page.runs.series import line_chart, series, small_line_chart
 from burnish.serve.page.session import COOKIE, SESSION_LIFETIME_S, Sessions
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
-from burnish.serve.page.words import LANGUAGES, requested_language, translator
+from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
 
 HERE = Path(__file__).parent
 SHEETS: Mapping[str, tuple[str, ...]] = {
@@ -104,7 +105,7 @@ class Pages:
             lstrip_blocks=True,
         )  # fmt: skip
         self.templates.filters.update(short=_short, figure=_figure, duration=_duration, joined=joined)
-        pages: Mapping[str, Callable[[Request], Any]] = {
+        pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self.start, "/runs": self.runs, "/runs/{id}": self.run, "/new": self.new, "/compare": self.compare,
             "/chat": self.chat, "/evaluate": self.evaluate, "/export": self.export, "/settings": self.settings,
             "/api/runs/{id}/report": self.report, "/sign-in": self.sign_in_page,
@@ -114,13 +115,13 @@ class Pages:
         self.router = Router(
             [
                 Route("/static/{version}/{name}", self.static.answer, methods=["GET"]),
-                *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+                *(Route(path, self._document(page), methods=["GET"]) for path, page in pages.items()),
                 Route("/sign-in", self.sign_in, methods=["POST"]),
                 Route("/sign-out", self.sign_out, methods=["POST"]),
                 *(Route(path, route, methods=[method]) for method, path, route in api.routes()),
             ],
-            redirect_slashes=False,
-        )
+            redirect_slashes=False, default=self._unknown,
+        )  # fmt: skip
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -220,6 +221,34 @@ class Pages:
             {"status": "ok"}, headers={"set-cookie": f"{COOKIE}=; Path=/; Max-Age=0; HttpOnly; SameSite=Strict"}
         )
 
+    # --- errors -------------------------------------------------------------------------------------------------------
+
+    def _document(self, page: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A page whose errors are shown as a page to browsers, and are JSON for other clients."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await page(request)
+            except APIError as error:
+                if not _wants_document(request):
+                    raise
+                return self._error_page(request, error)
+
+        return answer
+
+    async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise HTTPException(404)
+        request = Request(scope)
+        if request.method != "GET" or scope["path"].startswith(("/api/", "/static/")) or not _wants_document(request):
+            raise HTTPException(404)
+        await self._error_page(request, as_api_error(HTTPException(404)))(scope, receive, send)
+
+    def _error_page(self, request: Request, refusal: APIError) -> Response:
+        texts = page_words(requested_language(request))
+        message = texts.get(f"error_{refusal.code}", refusal.message)
+        return self._page("error", request, refusal.status, message=message)
+
     # --- how --------------------------------------------------------------------------------------------------------
 
     def _page(self, name: str, request: Request, status: int = 200, **values: Any) -> Response:
@@ -233,6 +262,11 @@ class Pages:
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
         headers = {**DOCUMENT_HEADERS, **({"referrer-policy": "same-origin"} if name == "sign-in" else {})}
         return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), status, headers)
+
+
+def _wants_document(request: Request) -> bool:
+    """Whether a request is that of a browser for a page."""
+    return "text/html" in request.headers.get("accept", "")
 
 
 def _is_ours(to: str) -> bool:
