@@ -88,6 +88,54 @@ def test_all_completions_of_a_step_can_be_shown(visitor, server, first) -> None:
     assert not visitor.get_by_role("button", name="Show more").is_visible()
 
 
+def test_selection_in_the_log_stays_while_lines_are_added(visitor, first, alive) -> None:
+    visitor.reload()
+    visitor.locator("#log-text", has_text="step 1").wait_for()
+    visitor.evaluate("""() => {
+        const text = document.querySelector("#log-text").firstChild;
+        getSelection().setBaseAndExtent(text, 0, text, 6);
+    }""")
+    with (first / "console.log").open("a") as file:
+        file.write("a new line\n")
+    visitor.locator("#log-text", has_text="a new line").wait_for()
+    assert visitor.evaluate("String(getSelection())") == "step 1"
+
+
+def test_run_of_one_row_has_a_point_in_each_chart(visitor, server, first) -> None:
+    row = (first / "trainer_log.jsonl").read_text().partition("\n")[0]
+    (first / "trainer_log.jsonl").write_text(row + "\n")
+    visitor.reload()
+    visitor.locator(".chart canvas").first.wait_for()
+    inked = """(canvas) => {
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        let count = 0;
+        for (let at = 0; at < pixels.length; at += 4)
+            count += pixels[at + 2] - pixels[at] > 100 && pixels[at + 3] > 200; // blue
+        return count;
+    }"""
+    assert visitor.locator(".chart canvas").first.evaluate(inked) > 5
+    assert "over 1 steps" not in visitor.inner_text("main")
+
+
+def test_options_of_a_run_can_be_copied(visitor, server, first) -> None:
+    visitor.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visitor.click("#tab-options")
+    visitor.locator("#panel-options button").first.click()
+    visitor.locator("#toast", has_text="Copied.").wait_for()
+    assert visitor.evaluate("navigator.clipboard.readText()") == (first / "run.yaml").read_text()
+
+
+def test_chat_is_offered_in_the_list_for_runs_with_weights(visitor, server, first) -> None:
+    visitor.goto(f"{server.address}/runs")
+    shown = """(links) => Object.fromEntries(
+        links.map((link) => [link.closest("tr").querySelector("a").innerText, !link.hidden])
+    )"""
+    visitor.locator(".to-chat").first.wait_for(state="attached")
+    offered = visitor.locator(".to-chat").evaluate_all(shown)
+    assert offered["first"]
+    assert not offered["<img src=x onerror=alert(1)>"]
+
+
 def test_reward_model_is_not_offered_for_chat(visitor, server, first) -> None:
     assert visitor.is_visible("#to-chat")
     run = visitor.url.rpartition("/")[2]

@@ -708,7 +708,8 @@ def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> 
     ("value", "shown"),
     [
         (None, "–"), (30.0, "30"), (500, "500"), (123456, "123,456"), (2027.4, "2,027"), (123456.7, "123.5K"),
-        (1.23456, "1.235"), (0.00005, "5e-5"), (5.354e-9, "5.35e-9"), (-0.5, "-0.5"), (float("nan"), "nan"),
+        (1.23456, "1.235"), (0.00005, "5e-5"), (5.354e-9, "5.35e-9"), (-0.5, "-0.5"), (1e18, "1e18"),
+        (float("nan"), "nan"),
     ],
 )  # fmt: skip
 def test_integers_are_shown_in_full_and_other_numbers_with_four_digits(value, shown) -> None:

@@ -16,6 +16,7 @@ test("a falling curve fills its axis, and a quantity that begins at zero shows i
   assert.ok(low < 1 && low > 0.8 && high > 3 && high < 3.2);
   assert.equal(rangeOf([700, 720], { zero: true })[0], 0);
   assert.deepEqual(rangeOf([null]), [0, 1]);
+  assert.equal(rangeOf([0, 0], { zero: true })[0], 0);
 });
 test("an axis of steps is labelled at whole steps", () => {
   assert.deepEqual(WHOLE.slice(0, 6), [1, 2, 5, 10, 20, 50]);

@@ -21,6 +21,7 @@ test("labels of an axis have one notation", () => {
   assert.deepEqual(axisLabels([0, 0.0005, 0.001]), ["0", "5e-4", "1e-3"]);
   assert.deepEqual(axisLabels([0, 0.01, null]), ["0", "0.01", ""]);
   assert.deepEqual(axisLabels([0, 1000, 2000]), ["0", "1K", "2K"]);
+  assert.deepEqual(axisLabels([0, 1e18]), ["0", "1e18"]);
 });
 test("figures are as short as a person reads them", () => {
   assert.equal(short(0.00005), "5e-5");
@@ -30,6 +31,8 @@ test("figures are as short as a person reads them", () => {
   assert.equal(short(2027), "2,027");
   assert.equal(short(2027.4), "2,027");
   assert.equal(short(30.0), "30");
+  assert.equal(short(1e18), "1e18");
+  assert.equal(short(-2.5e20), "-2.5e20");
   assert.equal(short(null), "–");
   assert.equal(short("NaN"), "NaN");
   assert.equal(bytes(5.9e9), "5.9 GB");
@@ -44,6 +47,9 @@ test("values of options are as a person writes them", () => {
     ["1024", "1024"],
     ["saves/30.0", "saves/30.0"],
     ["true", "true"],
+    ['["demo_train", "b"]', "demo_train, b"],
+    ['["a\\"b"]', '["a\\"b"]'],
+    ["[1, 2]", "[1, 2]"],
   ])
     assert.equal(shortOption(text), shown);
 });

@@ -284,7 +284,7 @@ def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:
     pairs = [
         (s, v) for s, v in zip(columns["step"], columns.get("loss", ()), strict=False) if isinstance(v, int | float)
     ]
-    if not pairs:
+    if len(pairs) < 2:
         return {}
     low = min(pairs, key=lambda pair: pair[1])
     return {"first": f"{pairs[0][1]:.3g}", "last": f"{pairs[-1][1]:.3g}", "steps": pairs[-1][0], "low": f"{low[1]:.3g}",
@@ -296,14 +296,14 @@ def _short(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "–" if value is None else str(value)
     is_whole, size = value == int(value), abs(value)
+    if size >= 1e15 or 0 < size < 1e-3:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     if size >= (1e7 if is_whole else 1e5):
         limit, unit = next(one for one in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if size >= one[0])
         return f"{value / limit:.4g}{unit}"
     if is_whole or size >= 1000:
         return f"{value if is_whole else float(f'{value:.4g}'):,.0f}"
-    if size < 1e-3:
-        digits, exponent = f"{value:.2e}".split("e")
-        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.4g}"
 
 

@@ -73,6 +73,7 @@ export class Chart {
       zoomed = this.isZoomed && xScale ? [xScale.min, xScale.max] : null;
     this.lines = lines;
     this.missing = curves.reduce((sum, curve) => sum + countNonFinite(curve.y), 0);
+    const { left = -10, top = -10 } = this.plot?.cursor ?? {};
     this.plot?.destroy();
     const ink = themeColor("muted"),
       grid = { stroke: themeColor("border"), width: 1 },
@@ -134,6 +135,7 @@ export class Chart {
     );
     $(".u-over", this.place).addEventListener("dblclick", () => this.zoom(null, null));
     if (zoomed) this.plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
+    if (left >= 0) this.plot.setCursor({ left, top });
     this.read();
   }
   /** @param {any} plot */

@@ -54,6 +54,7 @@ export function rangeOf(values, { zero = false, clip = false, log = false } = {}
   if (zero && low >= 0) low = 0;
   const middle = (low + high) / 2,
     least = 0.25 * Math.max(Math.abs(low), Math.abs(high)) || 1;
+  if (zero && low === 0 && high === 0) high = 1;
   if (high - low < least) [low, high] = [middle - least / 2, middle + least / 2];
   const room = 0.06 * (high - low);
   return [zero && low === 0 ? 0 : low - room, high + room];

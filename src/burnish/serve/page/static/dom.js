@@ -35,6 +35,14 @@ export const figure = (value, tag = "span") =>
 /** Show a number in a node. @param {string} selector @param {any} value */
 export const setFigure = (selector, value) => $(selector).replaceChildren(figure(value));
 
+/** Show a text in a node. If text was only added at its end, a selection in it stays. @param {any} node @param {string} text */
+export function setText(node, text) {
+  const before = node.textContent;
+  if (text === before) return;
+  if (before && text.startsWith(before)) node.append(text.slice(before.length));
+  else node.textContent = text;
+}
+
 /** @param {string} selector @param {ParentNode} within @returns {any} */
 export const $ = (selector, within = document) => within.querySelector(selector);
 /** @param {string} selector @param {ParentNode} within @returns {any[]} */

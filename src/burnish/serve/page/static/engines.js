@@ -43,6 +43,7 @@ export class Engines {
   }
   /** @param {number} side @param {any} engine @param {number} began */
   async until(side, engine, began) {
+    const name = this.targets.get(this.chosen[side] ?? "")?.label ?? engine.name;
     while (this.running[side] === engine) {
       const found = await get("api/engines").catch(() => null);
       if (this.running[side] !== engine) return;
@@ -57,7 +58,7 @@ export class Engines {
           el(
             "div",
             { class: "notice bad" },
-            el("p", {}, t("engine_ended", { name: engine.name })),
+            el("p", {}, t("engine_ended", { name })),
             el("pre", {}, visible(state?.said ?? "")),
           ),
         );
@@ -66,7 +67,7 @@ export class Engines {
       }
       if (state.state === "ready") {
         engine.state = "ready";
-        this.showState(side, el("span", { class: "loaded" }, `${engine.name} ✓`));
+        this.showState(side, el("span", { class: "loaded" }, `${name} ✓`));
         return;
       }
       const share = /^(\d+)%$/.exec(state.said),
@@ -76,7 +77,7 @@ export class Engines {
         el(
           "div",
           { class: "loading" },
-          el("span", {}, t("loading_engine", { name: engine.name, seconds })),
+          el("span", {}, t("loading_engine", { name, seconds })),
           el("progress", { max: 100, value: share ? share[1] : null, "aria-label": t("progress") }),
           share ? el("small", {}, state.said) : null,
         ),

@@ -4,27 +4,35 @@
 /** @param {number} value @param {string} language @param {number} digits */
 const compact = (value, language, digits) =>
   Intl.NumberFormat(language, { notation: "compact", maximumSignificantDigits: digits }).format(value);
+/** 1e18, 2.5e-5. @param {number} value */
+const power = (value) =>
+  value
+    .toExponential(2)
+    .replace(/\.?0+e/, "e")
+    .replace("e+", "e");
 /** Integers in full, other numbers with up to four significant digits. @param {any} value @param {string} [language] */
 export const short = (value, language = "en") => {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
+  if (size >= 1e15) return power(value);
   if (size >= (Number.isInteger(value) ? 1e7 : 1e5)) return compact(value, language, 4);
   if (Number.isInteger(value)) return Intl.NumberFormat(language).format(value);
   if (size >= 1000) return Intl.NumberFormat(language, { maximumSignificantDigits: 4 }).format(value);
-  if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  if (size > 0 && size < 1e-3) return power(value);
   return String(Number(value.toPrecision(4)));
 };
-/** The value of an option as a person writes it: "30.0" -> "30", "5.0e-05" -> "5e-5". @param {string} text */
+/** The value of an option as a person writes it: "30.0" -> "30", "5.0e-05" -> "5e-5", '["a", "b"]' -> "a, b". @param {string} text */
 export const shortOption = (text) => {
+  if (/^\["[^"\\]*"(, ?"[^"\\]*")*\]$/.test(text)) return JSON.parse(text).join(", ");
   if (!/^-?\d+(\.\d+)?(e[+-]?\d+)?$/i.test(text)) return text;
   const value = Number(text);
   return Number.isInteger(value) && Number.isSafeInteger(value) ? String(value) : short(value);
 };
 /** @param {number} tick @param {boolean} isSmall @param {string} language */
 const axisLabel = (tick, isSmall, language) => {
-  if (tick && isSmall) return tick.toExponential(2).replace(/\.?0+e/, "e");
-  return Math.abs(tick) < 1000 ? short(tick, language) : compact(tick, language, 3);
+  if (tick && isSmall) return power(tick);
+  return Math.abs(tick) < 1000 || Math.abs(tick) >= 1e15 ? short(tick, language) : compact(tick, language, 3);
 };
 /** Format tick labels of an axis in a common notation. @param {(number | null)[]} ticks @param {string} [language] */
 export const axisLabels = (ticks, language = "en") => {

@@ -1,6 +1,6 @@
 // @ts-check
 // The card of an export, a prediction or an evaluation. While the job runs, only what changed is rendered again.
-import { $, copy, el, figure } from "./dom.js";
+import { copy, el, figure, setText } from "./dom.js";
 import { bytes, duration, plain } from "./format.js";
 import { up } from "./net.js";
 import { t } from "./words.js";
@@ -95,13 +95,10 @@ export class JobCard {
     this.showLog(plain(job.text) || t("nothing_yet"));
     if (job.state === "done" && !this.details.contains(document.activeElement)) this.details.open = false;
   }
-  /** Show the log. A selection in it stays while lines are added, and so does the position of a reader. @param {string} text */
+  /** Show the log, and follow its end unless the reader has scrolled. @param {string} text */
   showLog(text) {
-    const before = this.log.textContent,
-      isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
-    if (text === before) return;
-    if (before && text.startsWith(before)) this.log.append(text.slice(before.length));
-    else this.log.textContent = text;
+    const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
+    setText(this.log, text);
     if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 }

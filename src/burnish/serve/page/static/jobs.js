@@ -73,6 +73,7 @@ form.addEventListener("submit", async (/** @type {Event} */ event) => {
   event.preventDefault();
   const button = $("button.main", form);
   $("#job-problem").textContent = "";
+  $("#job-wait").textContent = t("stage_starting");
   button.disabled = true;
   try {
     const { id } = await send("POST", isExport ? "api/exports" : "api/evaluations", {
@@ -88,6 +89,7 @@ form.addEventListener("submit", async (/** @type {Event} */ event) => {
     field?.setAttribute("aria-invalid", "true");
     field?.focus();
   } finally {
+    $("#job-wait").textContent = "";
     button.disabled = false;
   }
 });

@@ -39,7 +39,7 @@ export function linesOfCurve(curve, color) {
     none = { show: false };
   const raw = { ...curve, color, y: numbers(curve.y), stroke, width: 1.75, dash, dots: none };
   if (curve.points) return [{ ...raw, width: 0, dots: { show: true, size: 8, fill: stroke } }];
-  if (curve.smoothing)
+  if (curve.smoothing && curve.y.length > 2)
     return [
       { ...raw, label: "", stroke: faint(stroke, 0.28), width: 1 },
       { ...raw, y: smoothed(curve.y, curve.smoothing), isSmoothed: true },
@@ -112,7 +112,7 @@ export function summarize(columns) {
   const points = columns.step
     .map((step, place) => [step, columns.loss?.[place]])
     .filter(([, value]) => typeof value === "number");
-  if (!points.length) return;
+  if (points.length < 2) return void $("#waiting")?.remove();
   const low = points.reduce((best, pair) => (pair[1] < best[1] ? pair : best)),
     last = points[points.length - 1];
   $("#summary").textContent = t("chart_summary", {

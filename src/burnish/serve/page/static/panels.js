@@ -1,6 +1,6 @@
 // @ts-check
 // Tabs below the charts of a run: log, events, options, checkpoints and files.
-import { $, el } from "./dom.js";
+import { $, copy, el, setText } from "./dom.js";
 import { bytes, clock, plain, visible } from "./format.js";
 import { get, up } from "./net.js";
 import { language, loadRunWords, optionalText, t } from "./words.js";
@@ -48,10 +48,16 @@ export function addEvent(event) {
 export function fillPanels(run) {
   const id = run.id;
   panel("events").replaceChildren(el("ul", { class: "timeline" }, run.events.map(eventLine).reverse()));
+  const { argv = [], host, user, burnish } = run.launch,
+    command = [argv].flat().join(" "),
+    where = [user, host].filter(Boolean).join("@");
+  /** @param {any} shown @param {string} text to copy */
+  const copied = (shown, text) =>
+    el("div", { class: "row copied" }, shown, el("button", { type: "button", onclick: () => copy(text) }, t("copy")));
   panel("options").replaceChildren(
-    el("pre", {}, visible(run.yaml) || "–"),
-    el("p", { class: "hint" }, visible([run.launch.argv ?? []].flat().join(" "))),
-    el("p", { class: "hint" }, [run.launch.host, run.launch.user, run.launch.burnish].filter(Boolean).join(" · ")),
+    run.yaml ? copied(el("pre", { class: "grow" }, visible(run.yaml)), run.yaml) : el("p", {}, "–"),
+    command ? copied(el("code", { class: "grow" }, visible(command)), command) : "",
+    el("p", { class: "hint" }, [where, burnish && `burnish ${burnish}`].filter(Boolean).join(" · ")),
   );
   const file = (/** @type {any} */ one) =>
     el(
@@ -64,7 +70,9 @@ export function fillPanels(run) {
   if (run.files.some((/** @type {any} */ one) => one.name === "completions.jsonl"))
     $("#tab-completions").hidden = false;
   panel("files").replaceChildren(
-    run.files.length ? el("ul", {}, run.files.map(file)) : el("p", { class: "hint" }, t("nothing_yet")),
+    run.files.length
+      ? el("ul", { class: "timeline" }, run.files.map(file))
+      : el("p", { class: "hint" }, t("nothing_yet")),
   );
   const checkpoint = (/** @type {number} */ step) =>
     el(
@@ -74,7 +82,7 @@ export function fillPanels(run) {
       el("a", { class: "button", href: `${up}chat?target=${id}/${step}` }, t("nav_chat")),
       el("a", { class: "button", href: `${up}export?target=${id}/${step}` }, t("nav_export")),
     );
-  panel("checkpoints").replaceChildren(
+  panel("checkpoints")?.replaceChildren(
     run.checkpoints.length
       ? el("ul", { class: "timeline" }, run.checkpoints.toReversed().map(checkpoint))
       : el("p", { class: "hint" }, t("nothing_yet")),
@@ -135,7 +143,7 @@ export class LiveLog {
       isNew = !$("#log-text", place);
     if (isNew) place.replaceChildren(el("pre", { id: "log-text", tabindex: 0 }));
     const follows = isNew || place.scrollHeight - place.scrollTop - place.clientHeight < 40;
-    $("#log-text", place).textContent = plain(this.text) || t("nothing_yet");
+    setText($("#log-text", place), plain(this.text) || t("nothing_yet"));
     if (follows) place.scrollTop = place.scrollHeight;
   }
 }

@@ -1,9 +1,9 @@
 // @ts-check
 // The list of runs: search, filters, labels, live updates, selection.
 import { $, $$, el, figure, menu, notify, svg } from "./dom.js";
-import { ago, duration, short } from "./format.js";
+import { ago, duration, hasWeights, short } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
-import { language, ready, t } from "./words.js";
+import { language, loadRunWords, ready, t } from "./words.js";
 
 await ready;
 const ALIVE = ["starting", "running", "saving", "evaluating", "stopping"];
@@ -11,6 +11,11 @@ const rows = () => $$("[data-run]");
 const known = new Set(rows().map((row) => row.dataset.run));
 for (const cell of $$("[data-started]"))
   cell.textContent = Number(cell.dataset.started) ? ago(Number(cell.dataset.started), language) : "–";
+
+if (language !== "en" && $("#runs .problem"))
+  void Promise.all([import("./panels.js"), loadRunWords()]).then(([{ usualSentence }]) => {
+    for (const node of $$("#runs .problem")) node.textContent = node.title = usualSentence(node.textContent);
+  });
 
 const notice = sessionStorage.getItem("notice"); // of the page before
 if (notice) notify(notice);
@@ -146,7 +151,11 @@ for (const place of $$("[data-menu]")) {
     menu(t("actions_of", { name }), [
       el("button", { type: "button", onclick: () => label(row) }, t("label_title")),
       el("a", { class: "button", href: `${up}new?from=${id}` }, t("duplicate_run")),
-      el("a", { class: "button", href: `${up}chat?target=${id}` }, t("nav_chat")),
+      el(
+        "a",
+        { class: "button to-chat", href: `${up}chat?target=${id}`, hidden: !("weights" in row.dataset) },
+        t("nav_chat"),
+      ),
       el("a", { class: "button", href: `${up}api/runs/${id}/report`, download: "" }, t("report")),
       el("button", { type: "button", class: "danger", onclick: () => remove(row, name) }, t("delete")),
     ]),
@@ -194,6 +203,8 @@ follow(
       return;
     }
     row.dataset.state = run.state;
+    const chat = $(".to-chat", row);
+    if (chat) chat.hidden = !hasWeights(run);
     for (const place of [row, card]) {
       if (!place) continue;
       const state = $(".state", place);
