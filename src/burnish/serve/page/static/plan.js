@@ -86,7 +86,7 @@ export function planNodes(answer) {
 export function planLine({ steps, memory, problems = [] }) {
   if (problems.length) return t("problems_count", { count: problems.length });
   if (!steps) return t("plan");
-  const parts = [`${t("plan_steps")} ${steps.total}`];
+  const parts = [`${t("plan_steps")} ${short(steps.total, language)}`];
   if (memory) parts.push(`${t("plan_memory")} ${bytes(memory.total)}`);
   if (memory) parts.push(t(verdictOf(memory)));
   return parts.filter(Boolean).join(" · ");
