@@ -57,7 +57,8 @@ def test_page_whose_first_request_fails_says_so(sample_runs, visitor, server) ->
 
 
 def test_expired_session_leads_from_the_updates_to_the_sign_in_page(sample_runs, visitor, server) -> None:
-    visitor.goto(f"{server.address}/runs")
+    with visitor.expect_response("**/api/stream*"):  # a later request would leave the page before the event below
+        visitor.goto(f"{server.address}/runs")
     visitor.context.clear_cookies()
     visitor.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # begins the updates again
     visitor.wait_for_url("**/sign-in?to=runs")
