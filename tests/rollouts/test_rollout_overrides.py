@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from test_rollout_trainers import prompts, trainer_of
 from torch.utils.data import Sampler, SequentialSampler
@@ -209,6 +210,30 @@ def test_records_of_a_micro_batch_are_those_of_its_completions(folder, tmp_path)
     assert len({str(prompts) for prompts in texts}) > 1
     assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in expected], rel=1e-4, abs=1e-6)
     assert evaluated["eval_reward"] == expected_evaluated["eval_reward"]
+
+
+def test_training_after_a_failed_evaluation_has_the_records_of_training(folder, tmp_path):
+    class CustomTrainer(GRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            texts.extend(record["prompt"] for record in inputs)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def fails_once(completions, **columns):
+        if not failures:
+            failures.append(1)
+            raise ValueError("unavailable")
+        return [float(len(set(completion))) for completion in completions]
+
+    texts, failures, dataset = [], [], prompts(8)
+    trainer = trainer_of(
+        folder, CustomTrainer, fails_once, dataset, output_dir=str(tmp_path), max_steps=2,
+        trainer_args={"eval_dataset": Dataset.from_list([{"prompt": "evaluated only", "answer": ""}] * 2)},
+    )  # fmt: skip
+    with pytest.raises(Exception, match="unavailable"):
+        trainer.evaluate()
+    trainer.train()
+    assert texts
+    assert set(texts) <= {record["prompt"] for record in dataset}
 
 
 def test_changed_records_of_a_micro_batch_are_refused(folder, tmp_path):

@@ -484,14 +484,16 @@ class RolloutTrainer(RewardMethods):
         self._read_rows = rows if isinstance(rows, PromptRows) else PromptRows()
         reporting.announce_evaluation(description, self.num_examples(dataloader), self.args.eval_batch_size)
         prompts = (batch for batch, is_own in equalize_batches(dataloader, self._parallel) if is_own)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            for batch in self._objective().iter_eval(module, prompts, self._parallel):
-                totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
-                self._call_event("on_prediction_step")
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                for batch in self._objective().iter_eval(module, prompts, self._parallel):
+                    totals.add(self._loss_for_evaluation(module, batch), self._num_items(batch))
+                    self._call_event("on_prediction_step")
+        finally:
+            self._read_rows = self._prompts
         means = self.objective.report(totals.means(self._parallel))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         metrics[f"{metric_key_prefix}_num_tokens"] = self._num_tokens_so_far()
-        self._read_rows = self._prompts
         if self.is_in_train:
             module.train()
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))  # type: ignore[arg-type]
