@@ -318,6 +318,10 @@ def test_misspelled_entry_keys_are_rejected_together():
 def test_key_without_effect_is_not_suggested():
     write_info(mine={"file": "a.json"})
     assert 'unknown key "file". Did you mean "file_name"?' in load_error(dataset="mine")
+    write_info(mine={"stage": "sft", "formatting": "alpaca"})
+    message = load_error(dataset="mine")
+    assert "does not specify a data file or repository. Found: stage, formatting." in message
+    assert "unknown key" not in message
 
 
 def test_keys_of_an_entry_that_describe_it_are_noted_and_have_no_effect():

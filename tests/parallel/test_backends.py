@@ -536,7 +536,10 @@ def test_float16_on_cpu_runs_as_bfloat16_if_supported_and_is_reported(instructio
     assert autocast_dtype(options(fp16=True), CPU) is None
     assert "float32. This processor (AVX2) emulates bfloat16" in parallel_notes(options(fp16=True))[0]
     assert autocast_dtype(options(bf16=True), CPU) == torch.bfloat16
-    assert "(AVX2) emulates bfloat16 matrix multiplication" in parallel_notes(options(bf16=True))[0]
+    for name in ("bf16", "pure_bf16"):
+        (note,) = parallel_notes(options(**{name: True}))
+        assert "(AVX2) emulates bfloat16 matrix multiplication" in note
+        assert f"Set {name}: false" in note
 
 
 def test_slow_bfloat16_products_are_not_chosen_for_training_and_are_reported(instructions):

@@ -113,8 +113,9 @@ def parallel_notes(options: ParallelChoices) -> list[str]:
     if precision == "fp16" and device.type == "cpu":
         instead = "bfloat16." if has_fast_bfloat16() else f"float32. {slow_products(torch.bfloat16)}"
         notes.append(f'"fp16" is not used on a CPU: the run computes in {instead}')
-    if precision == "bf16" and device.type == "cpu" and not has_fast_bfloat16():
-        notes.append(f"{slow_products(torch.bfloat16)} Set bf16: false, unless memory is limited.")
+    if (precision == "bf16" or options.pure_bf16) and device.type == "cpu" and not has_fast_bfloat16():
+        name = "pure_bf16" if options.pure_bf16 else "bf16"
+        notes.append(f"{slow_products(torch.bfloat16)} Set {name}: false, unless memory is limited.")
     if options.gradient_checkpointing_kwargs and not options.gradient_checkpointing:
         notes.append('"gradient_checkpointing_kwargs" has no effect without "gradient_checkpointing".')
     if device.type == "cpu" and (options.gradient_checkpointing_kwargs or {}).get("offload"):

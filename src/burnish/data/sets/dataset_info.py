@@ -159,10 +159,14 @@ def _describe_source(name: str, entry: Any, info_where: str, folder: Path | None
 
 def _unused_keys(entry: Info) -> list[str]:
     """Keys such as "description", which LLaMA-Factory ignores. A key that is similar to one that is not set has a
-    spelling mistake."""
+    spelling mistake, and in an entry without a location one that resembles the key of a location, such as "file"."""
     has_location = any(entry.get(key) is not None for key in _LOCATION_KEYS)
-    missing = _KEYS - entry.keys()
-    return [key for key in map(str, entry) if has_location and key not in _KEYS and not _is_similar(key, missing)]
+    missing, locations = _KEYS - entry.keys(), () if has_location else _LOCATION_KEYS
+    return [
+        key
+        for key in map(str, entry)
+        if key not in _KEYS and not _is_similar(key, missing) and not _is_similar(key, locations, cutoff=0.5)
+    ]
 
 
 def _unused_columns(entry: Info) -> list[str]:
@@ -193,8 +197,8 @@ def _unused_tags(entry: Info) -> list[str]:
     ]
 
 
-def _is_similar(word: str, known: Iterable[str]) -> bool:
-    return bool(get_close_matches(word, list(known), n=1, cutoff=0.75))
+def _is_similar(word: str, known: Iterable[str], cutoff: float = 0.75) -> bool:
+    return bool(get_close_matches(word, list(known), n=1, cutoff=cutoff))
 
 
 def _entry_problems(entry: Info, where: str) -> Iterator[Problem]:
