@@ -57,6 +57,15 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _propagate_torch_logs() -> None:
+    """Let torch's loggers pass records on. pytest adds two handlers to each logger that does not, in every test, and
+    torch has 80 of them."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _restore_signal_handlers():
     """Handle SIGINT and SIGHUP, also in child processes. Background jobs and nohup ignore them."""
     defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
@@ -98,7 +107,8 @@ def _restore_log_levels() -> Iterator[None]:
     before = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
+        if logger.level != level:  # clears the cache of every logger of the process
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,11 +28,13 @@ def suppress_loading_messages() -> Iterator[None]:
     from transformers.utils import logging
 
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    if level != logging.ERROR:  # setting a level clears the cache of every logger of the process
+        logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        if logging.get_verbosity() != level:
+            logging.set_verbosity(level)
         if had_bar:
             logging.enable_progress_bar()
