@@ -315,6 +315,22 @@ def test_adam_keeps_two_states_per_parameter_and_sgd_none(make_plan: Any) -> Non
     assert formats_of(make_plan(optim="sgd").options, config, SIZES).moments == 0
 
 
+@pytest.mark.parametrize("arguments", [{}, {"optim_args": "amsgrad=true"}])
+def test_state_of_adamw_is_counted_as_after_a_step(make_plan: Any, arguments: dict[str, str]) -> None:
+    from burnish.models.load import load_config
+    from burnish.models.tokens import load_tokenizer, resized_meta_model
+    from burnish.optim.builtin import create_optimizer
+    from burnish.run.plan.resources import _bytes_of, _state_without_weights
+
+    options = make_plan(optim="adamw_torch", **arguments).options
+    model = resized_meta_model(load_config(options), load_tokenizer(options), options).float()
+    optimizer = create_optimizer(model.named_parameters(), model, options)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert _state_without_weights(options, model, torch.float32) == _bytes_of(optimizer)
+
+
 def test_explain_reads_no_weights(make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from burnish.run.recovery import fingerprints
 
