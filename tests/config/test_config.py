@@ -333,3 +333,22 @@ def test_an_integer_beyond_the_range_of_floats_is_a_value_error(annotation: Any)
 def test_json_with_too_deep_a_nesting_is_a_value_error(annotation: Any, opening: str) -> None:
     with pytest.raises(ValueError, match="nests lists and mappings too deeply"):
         as_type(annotation, opening * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[rewards.py:exact, think_format_reward, other.py:f]",
+         ["conf/rewards.py:exact", "think_format_reward", "other.py:f"]),
+        ("rewards.py:exact, here.py:f", "conf/rewards.py:exact, here.py:f"),
+        ("[{rewards.py:exact: {power: 2}}]", [{"conf/rewards.py:exact": {"power": 2}}]),
+    ],
+)  # fmt: skip
+def test_files_of_functions_are_looked_up_beside_the_configuration_too(tmp_path, monkeypatch, text, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    for name in ("conf/rewards.py", "conf/here.py", "here.py"):
+        (tmp_path / name).touch()
+    config(tmp_path / "conf", f"reward_funcs: {text}\n")
+    file, _ = read_arguments(["conf/run.yaml"])
+    assert values(file) == {"reward_funcs": expected}

@@ -608,3 +608,14 @@ def test_dataset_described_twice_is_rejected():
     assert 'data/dataset_info.json: the JSON cannot be read: it has the duplicate key "mine"' in load_error(
         dataset="mine"
     )
+
+
+@pytest.mark.parametrize("columns", [{"prompt": 3}, {"prompt": ["question"]}])
+def test_columns_that_are_not_texts_are_rejected(columns):
+    write_data("a.json", RECORDS)
+    assert '"prompt" in "columns" must be a string. Received: ' in load_error(dataset="a.json", columns=columns)
+
+
+def test_columns_of_another_format_are_rejected_with_its_name():
+    write_data("a.json", [{"talk": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}])
+    assert "Set formatting: sharegpt or openai." in load_error(dataset="a.json", columns={"messages": "talk"})

@@ -206,3 +206,32 @@ def test_mismatched_response_is_the_nearest_preceding_one_with_another_text(seed
         preceding = [texts[index - offset] for offset in range(1, len(texts))]  # wraps around
         expected.append(next((other for other in preceding if other != text), text))
     assert [example.other for example in with_other_answers(examples)] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"instruction": "Hi", "output": "Ho", "gold": "4"}, {"answer": "gold"}),
+        ({"prompt": [{"role": "user", "content": "Hi"}], "gold": "4"}, {"answer": "gold"}),
+        ({"q": "Hi", "gold": "4"}, {"prompt": "q", "answer": "gold"}),
+    ],
+)
+@pytest.mark.parametrize("is_described", [False, True])
+def test_columns_of_reward_functions_can_be_renamed(tmp_path, row, columns, is_described):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row), encoding="utf-8")
+    options = DataOptions(dataset=[str(file)], columns=columns)
+    if is_described:
+        info = {"set": {"file_name": str(file), "columns": columns}}
+        options = DataOptions(dataset=["set"], dataset_dir=info)
+    sets = load_datasets(options, 0, DataStats(), needs=RecordNeeds("prompts", ("*",), stage="grpo"))
+    (example,) = sets.train
+    assert example.messages[0].text == "Hi"
+    assert (example.extra["answer"], example.extra["gold"]) == ("4", "4")
+    assert not any("no effect" in note for note in sets.notes)
+
+
+def test_missing_column_of_a_renamed_one_is_reported(tmp_path):
+    rows = [{"instruction": "Hi", "output": "Ho", "gold": "4"}]
+    with pytest.raises(UserError, match=r'no column "gld".+ Did you mean "gold"'):
+        examples(tmp_path, rows, RecordNeeds("prompts", ("*",), stage="grpo"), columns={"answer": "gld"})

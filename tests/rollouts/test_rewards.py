@@ -137,6 +137,22 @@ def test_changed_imported_file_changes_the_digest(folder, monkeypatch, line):
     assert load_rewards(["of_words.py:of_words"])[0].digest != before
 
 
+def test_file_of_a_reward_function_may_import_its_neighbors(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (folder / "code").mkdir()
+    (folder / "code/neighbor_of_rewards.py").write_text("FACTOR = 2\n")
+    (folder / "code/later_neighbor.py").write_text("SUMMAND = 1\n")
+    text = (
+        "from neighbor_of_rewards import FACTOR\n"
+        "def of_neighbors(completions):\n    from later_neighbor import SUMMAND\n"
+        "    return [FACTOR * len(c) + SUMMAND for c in completions]\n"
+    )
+    (folder / "code/far.py").write_text(text)
+    assert rewards_of(["code/far.py:of_neighbors"]).values.flatten().tolist() == [5, 7, 3]
+    (folder / "rewards_of_folder.py").write_text("def one(completions):\n    return [1.0] * len(completions)\n")
+    assert rewards_of(["rewards_of_folder.one"]).values.flatten().tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

@@ -89,7 +89,21 @@ def check_data(options: DataOptions) -> list[Problem]:
                 option="dataset",
             )
         )
-    return problems + _check_val_size(options) + _check_mix(options)
+    return problems + _check_val_size(options) + _check_mix(options) + _check_names(options)
+
+
+def _check_names(options: DataOptions) -> list[Problem]:
+    """Check that ``columns`` and ``tags`` contain texts."""
+    found = [
+        (option, part, value)
+        for option in ("columns", "tags")
+        for part, value in (getattr(options, option) or {}).items()
+        if not isinstance(value, str | None)
+    ]
+    return [
+        Problem(f'"{part}" in "{option}" must be a string. Received: {value!r}.', option=option)
+        for option, part, value in found
+    ]
 
 
 def _check_val_size(options: DataOptions) -> list[Problem]:

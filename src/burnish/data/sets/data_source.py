@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 SourceKind: TypeAlias = Literal["file", "hf_hub", "ms_hub", "cloud", "records"]
@@ -20,6 +20,7 @@ class DataSource:
         where: name of the dataset in error messages: its entry or path.
         formatting: record format, or None if not specified.
         columns: part -> column, or None if not specified.
+        further_columns: name for reward functions -> column, for the names in "columns" that are no part of any format.
         tags: role names and keys, or None if not specified.
         ranking: whether the description declares preference pairs.
         subset: subset of a hub dataset.
@@ -36,6 +37,7 @@ class DataSource:
     where: str
     formatting: str | None = None
     columns: Mapping[str, str] | None = None
+    further_columns: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] | None = None
     ranking: bool = False
     subset: str | None = None

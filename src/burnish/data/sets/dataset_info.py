@@ -153,6 +153,11 @@ def _describe_source(name: str, entry: Any, info_where: str, folder: Path | None
         if unused_parts:
             described[key] = {part: word for part, word in entry[key].items() if part not in unused_parts}
     unused = (*_unused_keys(entry), *(f"{key}.{part}" for key, unused_parts in parts.items() for part in unused_parts))
+    described["further_columns"] = {
+        part: entry["columns"][part]
+        for part in parts["columns"]
+        if f"{part}_tag" not in SHAREGPT_TAGS and isinstance(entry["columns"][part], str)
+    }
     split = entry.get("split") or "train"
     return DataSource(name, kind, location, where, split=split, is_described=True, unused=unused, **described)
 

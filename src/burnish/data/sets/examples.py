@@ -178,6 +178,7 @@ class StreamedSet:
         """A hash of file contents, layout and selected records."""
         layout = self.layout
         known = [sorted(layout.columns.items()), sorted(layout.tags.items()), layout.format]
+        known += [sorted(layout.further_columns.items())] if layout.further_columns else []
         hashed = blake2b(json.dumps([[f.content_hash for f in self.files], known]).encode(), digest_size=16)
         hashed.update(repr(self.chosen).encode())
         return hashed.hexdigest()

@@ -220,6 +220,7 @@ def examples_from(
                 example = with_images(record, with_preference(record, read(record)))
             if columns:
                 extra = {name: values.get(name) for name in columns}
+                extra |= {name: values.get(column) for name, column in layout.further_columns.items()}
                 example = replace(example, extra=with_paths(extra, record, example))
         except BadRecord as error:
             bad.append((record, error))

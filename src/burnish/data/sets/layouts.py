@@ -39,6 +39,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
         UserError: if the records do not match.
     """
     needs = needs or ANSWERS
+    source = _separate_further_columns(source, needs)
     found = _columns_of(records)
     if needs.kind == "any":
         needs = replace(needs, kind=_kind_of(source, records))
@@ -51,14 +52,29 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     sees = needs.reader is not None and not needs.reader.model_type
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
+    layout.awaited.update(source.further_columns.values())
     images, videos = (
         next((column for column in (named, f"{kind}s", kind) if column in media), "")
         for named, kind in ((layout.images, "image"), (layout.videos, "video"))
     )
     return replace(
         layout, needs=needs, media=media, images=images, videos=videos, reader=needs.reader,
-        required=layout.required - _optional_in(needs),
+        required=layout.required - _optional_in(needs), further_columns=source.further_columns,
     )  # fmt: skip
+
+
+def _separate_further_columns(source: DataSource, needs: RecordNeeds) -> DataSource:
+    """Return the source with the names of "columns" that are no part of any format in ``further_columns``, if the stage
+    needs all columns. If there are only such names, the format is detected."""
+    if ALL_COLUMNS not in needs.columns:
+        return replace(source, further_columns={})
+    defaults = (member.metadata.get(key, {}) for member in FORMATS for key in ("columns", "optional"))
+    known = {part for parts in defaults for part in parts} | {*MEDIA, *PREFERENCE}
+    named = source.columns or {}
+    further = {part: column for part, column in named.items() if column and part not in known}
+    further = {**source.further_columns, **further}
+    parts = {part: column for part, column in named.items() if part not in further}
+    return replace(source, columns=None if further and not parts else source.columns and parts, further_columns=further)
 
 
 def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
@@ -139,6 +155,8 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
         what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {list_columns(found)}.'
         column = _guess(first, [column for column in found if column not in layout.columns.values()])
         remedy = f'Add "{first}": "{column}" to "columns".' if column else ""
+        if others := [member.name for member in FORMATS if next(iter(member.metadata["columns"])) in layout.columns]:
+            remedy = f"Set formatting: {' or '.join(others)}."
         raise UserError(what, where=where, remedy=remedy, option="columns")
     required = layout.required - _optional_in(needs)
     missing = [column for part, column in layout.columns.items() if part in required and column not in found]
@@ -165,7 +183,8 @@ def _columns_of(records: Iterable[Values]) -> list[str]:
 def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
     """Return the problem that the records lack columns of the layout."""
     found, lacking = _columns_of(records), set(missing)
-    parts = {part: column for part, column in layout.columns.items() if column in lacking}
+    named = {**layout.columns, **layout.further_columns}
+    parts = {part: column for part, column in named.items() if column in lacking}
     guesses = did_you_mean(next(iter(parts.values())), found)
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
     others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]

@@ -87,6 +87,7 @@ class Layout:
     Args:
         format: a name in ``FORMATS``.
         columns: part -> column; a part that is missing has no column.
+        further_columns: name for reward functions -> column.
         required: parts whose column every record must have.
         tags: role names and keys of conversations (LLaMA-Factory's keys).
         media: columns of images, videos and audio, which must be empty except for ``images`` and ``videos``.
@@ -115,6 +116,7 @@ class Layout:
     boolean_of_label: Mapping[Any, bool] = field(default_factory=dict)
     needs: RecordNeeds = ANSWERS
     verbatim: bool = False
+    further_columns: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named: tuple[RoleName, ...] = ("user", "assistant", "observation", "function", "system")

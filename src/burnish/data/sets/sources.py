@@ -30,7 +30,7 @@ from burnish.data.sets.formats import convert_records
 from burnish.data.sets.layouts import layout_of, missing_columns
 from burnish.data.sets.mixing import merged_order, sample_rows, split_rows
 from burnish.data.sets.preferences import unpair, with_other_answers
-from burnish.data.sets.records import Layout, RecordNeeds
+from burnish.data.sets.records import ALL_COLUMNS, Layout, RecordNeeds
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.utils.collection import without_garbage_collection
@@ -196,8 +196,10 @@ class _Loading:
         except UserError as error:
             self.problems += error.problems
             return []
-        for source in (source for source in found if source.unused):
-            self.notes.append(f"{source.where}: these keys have no effect: {', '.join(source.unused)}.")
+        for source in found:
+            used = [f"columns.{name}" for name in source.further_columns] if ALL_COLUMNS in self.needs.columns else []
+            if unused := [key for key in source.unused if key not in used]:
+                self.notes.append(f"{source.where}: these keys have no effect: {', '.join(unused)}.")
         return [source for source in found if self.searches_hubs or source.kind in ("file", "records")]
 
     def _examples(self, source: DataSource) -> ListedExamples:

@@ -237,6 +237,8 @@ def _find_function(name: str, folders: Sequence[Path]) -> Callable[..., Any]:
         what = f'Unknown reward function "{name}".{did_you_mean(name, known)}'
         remedy = f"Built-in: {', '.join(known)}. Your own: file.py:name, or package.module.name."
         raise UserError(what, remedy=remedy, option="reward_funcs")
+    for folder in folders:
+        _add_to_search_path(folder)
     try:
         return _attribute(importlib.import_module(module), attribute, module)
     except ModuleNotFoundError as error:
@@ -263,6 +265,7 @@ def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    _add_to_search_path(path.parent)
     sys.modules[spec.name] = module  # dataclasses and the source code of classes are looked up there
     try:
         spec.loader.exec_module(module)
@@ -270,6 +273,12 @@ def _module_of_file(name: str, folders: Sequence[Path]) -> ModuleType:
         del sys.modules[spec.name]
         raise _not_imported(str(name), error, path) from error
     return module
+
+
+def _add_to_search_path(folder: Path) -> None:
+    """Let the user's code import the modules of a folder, as Python does for a script. Installed modules come first."""
+    if (name := str(folder.resolve())) not in sys.path:
+        sys.path.append(name)
 
 
 def _attribute(module: ModuleType, name: str, shown: str) -> Callable[..., Any]:

@@ -36,7 +36,8 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 def read_arguments(arguments: Sequence[str]) -> tuple[dict[str, RawValue], dict[str, RawValue]]:
     """Return the values of the configuration file and of the flags. ``merge`` combines them."""
     config, flags = split_arguments(arguments)
-    return _with_home(read_config(config) if config is not None else {}), _with_home(flags)
+    values = _beside(config.parent, read_config(config)) if config is not None else {}
+    return _with_home(values), _with_home(flags)
 
 
 PLACES = (
@@ -53,6 +54,34 @@ def _with_home(values: dict[str, RawValue]) -> dict[str, RawValue]:
         else item
         for key, item in values.items()
     }
+
+
+FUNCTIONS = ("reward_funcs",)
+"""Options with functions in files: ``file.py:name``."""
+
+
+def _beside(folder: Path, values: dict[str, RawValue]) -> dict[str, RawValue]:
+    """Return the values of a configuration file in ``folder``: a file of functions that is not in the working directory
+    is looked up there."""
+    return {
+        key: RawValue(_with_folder(folder, item.value), item.where) if key in FUNCTIONS else item
+        for key, item in values.items()
+    }
+
+
+def _with_folder(folder: Path, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_folder(folder, each) for each in value]
+    if isinstance(value, dict):
+        return {_with_folder(folder, name): arguments for name, arguments in value.items()}
+    if not isinstance(value, str):
+        return value
+
+    def path(file: re.Match[str]) -> str:
+        other = folder / file[0]
+        return str(other) if not Path(file[0]).is_file() and other.is_file() else file[0]
+
+    return re.sub(r"[^\s,\[\]{}\"']+\.py(?=:)", path, value)
 
 
 def path_of(argv: Sequence[str]) -> tuple[str, list[str]]:
