@@ -311,6 +311,31 @@ def test_text_model_rejects_images_by_its_name(folder):
         read(bad(), folder, model_type="qwen2")
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", ""])
+@pytest.mark.parametrize(
+    "prompt", [{"instruction": "<image>Hi"}, {"prompt": [{"role": "user", "content": "<image>Hi"}]}]
+)
+@pytest.mark.parametrize("kind", ["pairs", "unpaired"])
+def test_images_of_detected_preferences_are_read_or_rejected(folder, model_type, prompt, kind):
+    def answer(text):
+        return text if "instruction" in prompt else [{"role": "assistant", "content": text}]
+
+    if kind == "pairs":
+        values = {**prompt, "chosen": answer("Yes."), "rejected": answer("No."), "images": ["a.png"]}
+    else:
+        name = "output" if "instruction" in prompt else "completion"
+        values = {**prompt, name: answer("Yes."), "label": True, "images": ["a.png"]}
+    if model_type:
+        with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 supports text only'):
+            read(values, folder, kind, model_type)
+        return
+    needs = RecordNeeds(kind, reader=MediaReader((folder,), 1024, 589824))
+    layout = layout_of(DataSource("v", "records", [], "v.json"), [values], "v.json", needs)
+    assert not any("images" in note for note in layout.notes)
+    (example,) = convert_records([(values, "v.json", 7)], layout, DataStats())
+    assert summarize(example)[0][:2] == [(8, 4), "Hi"]
+
+
 def test_identical_bytes_are_stored_once(folder):
     reader, data = MediaReader(), io.BytesIO(content("a.png", folder)).getvalue()
     first, second = (reader.image({"bytes": data, "path": "x/a.png"}, "images[0]") for _ in range(2))

@@ -231,3 +231,13 @@ def test_images_require_a_version_of_transformers(model, tmp_path, monkeypatch, 
     error = capsys.readouterr().err
     assert "Images require transformers 5.21.0 or later. Received: 5.17.0." in error
     assert 'pip install "transformers>=5.21.0"' in error
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_explain_counts_no_prefix_of_other_images_as_shared(model, tmp_path, capsys, packing):
+    def skipped(rows):
+        assert main(["explain", *command_line(model, tmp_path, rows, packing=packing)[1:]]) == 0
+        return float(capsys.readouterr().out.partition("skipped tokens")[2].partition("%")[0])
+
+    rows = records(tmp_path)
+    assert skipped(rows) < skipped(rows[:1] * len(rows))

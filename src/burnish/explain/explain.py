@@ -17,7 +17,7 @@ from burnish.data.batches.batching import collate_prefix_sharing, packs_rows, se
 from burnish.data.batches.loader import idle_fraction, num_tokens, order_of
 from burnish.data.batches.patches import num_patches
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import images_of
+from burnish.data.images.image_file import ImageFile, images_of
 from burnish.data.rows.row_set import ListedRows, RowSet
 from burnish.explain.images import image_in_words, image_lines
 from burnish.explain.model import model_section, skips_tokens
@@ -198,8 +198,22 @@ def _sequences_of_micro_batch(row: Row, apart: Collection[str]) -> list[Row]:
     """The sequences of a row that share a micro-batch; a pack as a whole. ``apart``: those in a separate
     micro-batch."""
     if row.get("seq_lengths"):
-        return [row]
-    return [answer for name, answer in sequences_by_name(row).items() if name not in apart]
+        return [_with_hashes(row, images_of(row))]
+    return [
+        _with_hashes(answer, images_of(row, "kl_" if name == "kl" else ""))
+        for name, answer in sequences_by_name(row).items()
+        if name not in apart
+    ]
+
+
+def _with_hashes(row: Row, images: Sequence[ImageFile]) -> Row:
+    """The row with the content hashes of its images in their place, so that other images are not a shared prefix."""
+    if not images:
+        return row
+    hashes = [0] * len(row["input_ids"])
+    for image in images:
+        hashes[image.begin : image.end] = [hash(image.identity)] * (image.end - image.begin)
+    return {**{name: value for name, value in row.items() if name != "images"}, "content_hashes": hashes}
 
 
 def first_of_pack(row: Row) -> Row:

@@ -313,6 +313,7 @@ def _preference_layout(source: DataSource, records: Sequence[Values], where: str
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
     if source.columns is None:
+        layout = replace(layout, media=tuple(column for column in found if column in MEDIA))
         optional = {"margin", *FORMATS.get(layout.format).metadata.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
         layout.notes[
