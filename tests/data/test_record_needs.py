@@ -235,3 +235,15 @@ def test_missing_column_of_a_renamed_one_is_reported(tmp_path):
     rows = [{"instruction": "Hi", "output": "Ho", "gold": "4"}]
     with pytest.raises(UserError, match=r'no column "gld".+ Did you mean "gold"'):
         examples(tmp_path, rows, RecordNeeds("prompts", ("*",), stage="grpo"), columns={"answer": "gld"})
+
+
+@pytest.mark.parametrize("label", ["true", 3, None])
+def test_label_of_another_type_is_quoted(tmp_path, label):
+    rows = [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "a", "completion": "c", "label": label}]
+    with pytest.raises(UserError, match=f'"label" must be true or false. Received: {json.dumps(label)}\n'):
+        examples(tmp_path, rows, RecordNeeds("unpaired"))
+
+
+def test_labels_may_be_floating_point_numbers(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "label": 1.0}, {"prompt": "a", "completion": "c", "label": 0.0}]
+    assert [example.tag for example in examples(tmp_path, rows, RecordNeeds("unpaired"))] == [True, False]

@@ -233,6 +233,9 @@ def test_contradictory_preference_options_are_rejected_before_reading(workspace,
         ({"stage": "sft", "pref_beta": 0.2}, '"pref_beta" has no effect: stage is sft.'),
         ({"neftune_noise_alpha": 5.0}, '"neftune_noise_alpha" has no effect: stage is dpo.'),
         ({"use_dft_loss": True, "stage": "kto"}, '"use_dft_loss" has no effect: stage is kto.'),
+        ({"ref_model_adapters": "other"}, '"ref_model_adapters" has no effect without "ref_model".'),
+        ({"ref_model_quantization_bit": 4}, '"ref_model_quantization_bit" has no effect without "ref_model".'),
+        ({"ref_model_mixup_alpha": 0.3}, '"ref_model_mixup_alpha" has no effect without "sync_ref_model".'),
         ({}, "learning_rate 0.001 is high for preference optimization"),
     ],
 )
@@ -268,6 +271,15 @@ def test_advice_on_kto_weights_is_usable(weights, expected):
 def test_kto_weights_of_0_are_rejected():
     with pytest.raises(UserError, match="kto_chosen_weight and kto_rejected_weight are 0: nothing would be learned"):
         kto_notes(0.0, 0.0)
+
+
+def test_identical_responses_are_rejected_if_the_kl_term_compares_them(workspace, tmp_path):
+    rows = [{"instruction": str(at), "output": "red", "kto_tag": at % 2 == 0} for at in range(8)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    changes = {"stage": "kto", "dataset": str(tmp_path / "rows.json")}
+    with pytest.raises(UserError, match="All 8 responses are identical"):
+        prepare(plan(run_options(workspace, **changes)))
+    prepare(plan(run_options(workspace, **changes, kto_loss="apo_zero_unpaired")))
 
 
 @pytest.mark.parametrize("changes", [False, True])

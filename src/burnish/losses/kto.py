@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem, UserError
 from burnish.config.options import option, shared_options
 from burnish.loop.protocols import Parallel
-from burnish.loop.types import Batch, Example, Loss, Metric, Row, Sum
+from burnish.loop.types import IGNORE_INDEX, Batch, Example, Loss, Metric, Row, Sum
 from burnish.losses.base import OBJECTIVES, Collate, RowEncoder, StageObjective
 from burnish.losses.preference_losses import kto
 from burnish.losses.preference_options import PreferenceOptions, ReferenceOptions
@@ -137,12 +138,14 @@ class KtoObjective(AnswersObjective):
         """Notes on the labels of the training rows.
 
         Raises:
-            UserError: if all labels are equal.
+            UserError: if all labels or all responses are equal.
         """
         desirable = sum(bool(row["tag"]) for row in rows)
         others = len(rows) - desirable
         if not desirable or not others:
             raise UserError(_one_kind(len(rows), bool(desirable)))
+        if all("labels" in row for row in islice(rows, 1)) and self.has_baseline:
+            refuse_identical([token for token in row["labels"] if token != IGNORE_INDEX] for row in rows)
         options = self.options
         if not (options.kto_chosen_weight or options.kto_rejected_weight or options.pref_ftx):
             what = OptionText("{kto_chosen_weight} and {kto_rejected_weight} are 0: nothing would be learned.")
@@ -314,6 +317,14 @@ def _one_kind(count: int, is_desirable: bool) -> Problem:
         OptionText("With desirable responses only, use {stage=sft}.") if is_desirable else "Add desirable responses."
     )
     return Problem(f"All {count:,} examples are {kind}; KTO requires desirable and undesirable ones.", remedy=remedy)
+
+
+def refuse_identical(responses: Iterable[Sequence[int]]) -> None:
+    """Raise UserError if there are several responses, all with the same tokens."""
+    groups = [sum(1 for _ in group) for _, group in islice(groupby(responses), 2)]
+    if len(groups) == 1 and groups[0] > 1:
+        what = f"All {groups[0]:,} responses are identical; KTO compares each with a response of another record."
+        raise UserError(what, remedy=OptionText("Add other responses, or set {kto_loss=apo_zero_unpaired}."))
 
 
 def _answer(row: Row, prefix: str = "") -> Row:

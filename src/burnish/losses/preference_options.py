@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option, shared_options, specs
+from burnish.config.options import changed_options, ineffective_option_notes, option, shared_options, specs
 from burnish.losses.base import OBJECTIVES, options_of
 from burnish.losses.preference_losses import PAIR_LOSSES
 
@@ -249,6 +249,13 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
     return problems
 
 
+_SWITCHES = {
+    "ref_model_adapters": "ref_model", "ref_model_quantization_bit": "ref_model",
+    "ref_model_mixup_alpha": "sync_ref_model", "ref_model_sync_steps": "sync_ref_model",
+}  # fmt: skip
+"""Option -> the option without which it has no effect."""
+
+
 @notes
 def preference_notes(options: PreferenceChoices) -> list[str]:
     """Notes on options without effect, or with a probably unintended value."""
@@ -261,6 +268,8 @@ def preference_notes(options: PreferenceChoices) -> list[str]:
     read = options_of(stage)
     unread = dict.fromkeys(name for group in groups for name in specs(group) if name not in read)
     found = [f'"{name}" has no effect: stage is {stage}.' for name in unread if name in changed_options(options)]
+    if "ref_model" in read:
+        found += ineffective_option_notes(options, _SWITCHES)
     if not OBJECTIVES[stage].logs_rewards:
         return found
     names = [name for name in options.pref_loss if name in PAIR_LOSSES]

@@ -393,15 +393,21 @@ def without_effect(options: GenerationLossChoices) -> Mapping[str, str]:
     """Option -> the reason why it has no effect with the other options."""
     if not compares_completions(options.stage):
         return dict.fromkeys((*_GRPO_OPTIONS, *_RLOO_OPTIONS, *_GROUP_OPTIONS), f"stage is {options.stage}")
+    of_reference = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit", "use_bias_correction_kl")
+    unread = {} if options.rl_beta else dict.fromkeys(of_reference, "beta is 0")
     if options.stage == "rloo":
-        return dict.fromkeys((*_GRPO_OPTIONS, "missing_eos_penalty"), "stage is rloo")
-    loss, found = options.rl_loss_type, dict.fromkeys((*_RLOO_OPTIONS, "missing_eos_penalty"), "stage is grpo")
+        return unread | dict.fromkeys((*_GRPO_OPTIONS, "missing_eos_penalty"), "stage is rloo")
+    loss = options.rl_loss_type
+    found = unread | dict.fromkeys((*_RLOO_OPTIONS, "missing_eos_penalty"), "stage is grpo")
     of_losses = {
         "delta": CLIPPED_LOSSES, "epsilon": CLIPPED_LOSSES, "epsilon_high": (*CLIPPED_LOSSES, "cispo"),
         "sapo_temperature_pos": ("sapo",), "sapo_temperature_neg": ("sapo",), "vespo_k_pos": ("vespo",),
         "vespo_k_neg": ("vespo",), "vespo_lambda_pos": ("vespo",), "vespo_lambda_neg": ("vespo",),
     }  # fmt: skip
     found |= {name: f"loss_type is {loss}" for name, losses in of_losses.items() if loss not in losses}
+    if not options.use_adaptive_entropy:
+        names = ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta")
+        found |= dict.fromkeys(names, "use_adaptive_entropy is false")
     if options.multi_objective_aggregation == "normalize_then_sum":
         found["scale_rewards"] = "multi_objective_aggregation is normalize_then_sum"
     return found

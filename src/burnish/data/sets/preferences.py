@@ -19,7 +19,7 @@ from burnish.data.sets.images import system_text
 from burnish.data.sets.records import BadRecord, Record, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, message_of
 from burnish.loop.types import RESPONSE_ROLES, Answer, Example, Message
-from burnish.utils.json_files import shorten_value
+from burnish.utils.json_files import quote_value, shorten_value
 from burnish.utils.sequences import shared_beginning
 
 _WORDS = {"true": True, "false": False}
@@ -164,7 +164,7 @@ def _kto_label(record: Record) -> bool:
         return value
     if read is None:
         raise BadRecord(
-            f'"{column}" must be true or false.', reason="the label is not a boolean", received=shorten_value(value)
+            f'"{column}" must be true or false.', reason="the label is not a boolean", received=quote_value(value)
         )
     return read
 
@@ -175,7 +175,7 @@ def label_values(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
     Empty if they are JSON's true and false, or a mixture.
     """
     values = [record.get(column) for record in records]
-    if values and all(isinstance(value, int) and not isinstance(value, bool) and value in (0, 1) for value in values):
+    if values and all(type(value) in (int, float) and value in (0, 1) for value in values):
         return {0: False, 1: True}
     if values and all(isinstance(value, str) and value.lower() in _WORDS for value in values):
         return {word: _WORDS[word.lower()] for word in (*_WORDS, "True", "False", "TRUE", "FALSE")}

@@ -21,6 +21,7 @@ from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats, keep_reason
 from burnish.loop.types import Example
+from burnish.utils.json_files import quote_value
 from burnish.utils.sequences import LazySequence
 
 Kind: TypeAlias = Literal["texts", "pairs", "unpaired", "scores"]
@@ -207,7 +208,10 @@ def _of_ids(values: Mapping[str, Any], source: str, number: int, layout: Layout,
     label = _LABELS.get(label, label) if isinstance(label, str | int | float) else label
     if label not in (None, True, False):
         bad.append(
-            (Record(values, source, number, layout), BadRecord('"label" must be true or false.', received=str(label)))
+            (
+                Record(values, source, number, layout),
+                BadRecord('"label" must be true or false.', received=quote_value(label)),
+            )
         )
         return None
     return Example(extra=extra, tag=label, margin=extra.get("margin"), source=source, number=number)
