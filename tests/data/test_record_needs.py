@@ -12,7 +12,7 @@ from burnish.data.sets.preferences import with_other_answers
 from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
 from burnish.data.sets.trl import examples_of, trl_layout
-from burnish.data.stats import DataStats
+from burnish.data.stats import DataStats, drop_reason
 from burnish.loop.types import Example
 
 
@@ -247,3 +247,12 @@ def test_label_of_another_type_is_quoted(tmp_path, label):
 def test_labels_may_be_floating_point_numbers(tmp_path):
     rows = [{"prompt": "a", "completion": "b", "label": 1.0}, {"prompt": "a", "completion": "c", "label": 0.0}]
     assert [example.tag for example in examples(tmp_path, rows, RecordNeeds("unpaired"))] == [True, False]
+
+
+def test_reason_that_applies_to_both_responses_is_counted_once():
+    chosen, rejected, stats = DataStats(), DataStats(), DataStats(seen=2)
+    examples = [Example(source="set", number=number) for number in (1, 2)]
+    for side, number in ((chosen, 0), (rejected, 0), (rejected, 1)):
+        side.add(drop_reason("no text"), examples[number])
+    stats.merge_sides(chosen, rejected)
+    assert stats.sentences() == ["dropped: no text: 2 of 2 examples (set: 1, 2)"]

@@ -151,6 +151,10 @@ def test_contradictory_rollout_options_are_rejected(tmp_path, options, message):
         ({"stage": "rloo", "loss_type": "grpo"}, '"loss_type" has no effect: stage is rloo.'),
         ({"stage": "rloo", "entropy_target": 0.3}, '"entropy_target" has no effect: stage is rloo.'),
         ({"stage": "rloo", "vespo_k_pos": 3.0}, '"vespo_k_pos" has no effect: stage is rloo.'),
+        ({"ppo_epochs": 2}, '"ppo_epochs" has no effect: stage is grpo.'),
+        ({"stage": "sft", "ppo_target": 2.0}, '"ppo_target" has no effect: stage is sft.'),
+        ({"max_new_tokens": 7}, '"max_new_tokens" has no effect: completions of stage: grpo are limited by max_comp'),
+        ({"do_sample": False}, '"do_sample" has no effect: completions of stage: grpo are sampled token by token'),
         ({"entropy_target": 0.3}, '"entropy_target" has no effect: use_adaptive_entropy is false.'),
         ({"use_bias_correction_kl": False}, '"use_bias_correction_kl" has no effect: beta is 0.'),
         ({"ref_model": "model"}, '"ref_model" has no effect: beta is 0.'),
@@ -161,6 +165,11 @@ def test_contradictory_rollout_options_are_rejected(tmp_path, options, message):
 )
 def test_options_with_unlikely_values_give_a_note(tmp_path, options, message):
     assert any(message in note for note in planned(tmp_path, **options).notes)
+
+
+def test_limit_of_new_tokens_is_read_by_ppo(tmp_path):
+    options = {"stage": "ppo", "max_new_tokens": 7, "reward_model": None, "num_generations": 1}
+    assert not any("max_new_tokens" in note for note in planned(tmp_path, **options).notes)
 
 
 # --- options of a run -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from burnish.rollouts.completions import CompletionLimits, SlotSource
 from burnish.rollouts.journal import RolloutNotesCallback
 from burnish.run.build import train_run
 from burnish.run.plan.plan import plan
+from burnish.run.prepare import prepare
 from representative import representative_slow
 from run_outputs import history, same_weights
 from small_run import make_model, make_workspace
@@ -296,6 +297,30 @@ def test_empty_response_of_a_prompt_is_not_used(record, tmp_path, capsys):
     (tmp_path / "data.json").write_text(json.dumps([record] * 8))
     explain(plan({name: RawValue(value, "test") for name, value in options.items()}))
     assert re.search(r"training set +8 examples", capsys.readouterr().out)
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": "{"}}
+USER, ANSWER = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": [USER, USER]}, "do not alternate"),
+        ({"prompt": [ANSWER, USER]}, "do not alternate"),
+        ({"prompt": [USER], "tools": "[oops"}, "tools are not valid JSON"),
+        ({"prompt": [USER], "tools": 3}, "tools are not a list of JSON objects"),
+        ({"prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, USER]}, "not valid JSON"),
+    ],
+)
+def test_prompts_that_a_template_cannot_write_are_dropped_and_counted(tmp_path, record, reason):
+    options = user(tmp_path, template="chatml", reward_funcs=[f"{tmp_path}/my_rewards.py:often_none"])
+    (tmp_path / "data.json").write_text(json.dumps([record, {"prompt": [USER]}]))
+    prepared = prepare(plan({name: RawValue(value, "test") for name, value in options.items()}))
+    (dropped,) = prepared.stats.sentences()
+    assert dropped.startswith("dropped: ")
+    assert f"{reason}: 1 of 2 examples (" in dropped
 
 
 def test_rollback_within_a_rollout_is_rejected_before_loading_the_model(tmp_path, monkeypatch):

@@ -114,6 +114,13 @@ class DataStats:
         for reason, found in other.records.items():
             self.records[reason].extend(found)
 
+    def merge_sides(self, chosen: DataStats, rejected: DataStats) -> None:
+        """Add the statistics of both responses of pairs. What applies to both is counted once."""
+        self.merge(chosen)
+        for reason, found in rejected.records.items():
+            known = set(chosen.records.get(reason, ()))
+            self.records[reason].extend(place for place in found if place not in known)
+
     def to_json(self) -> dict[str, Any]:
         found = [
             [str(why), why.kind, why.is_length, [list(p) for p in v], why.remedy] for why, v in self.records.items()

@@ -7,7 +7,7 @@ generation, and the reference model with preference learning; ``stage_defaults``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -16,10 +16,10 @@ from burnish.adapters.base import FinetuningOptions
 from burnish.checkpoint.checkpoint import CheckpointOptions
 from burnish.config.checks import check, notes
 from burnish.config.errors import OptionText, Problem
-from burnish.config.options import changed_options, option, shared_options
+from burnish.config.options import changed_options, option, shared_options, specs
 from burnish.inference.options import InferOptions
 from burnish.loop.events import IntervalOptions
-from burnish.losses.base import OBJECTIVES
+from burnish.losses.base import OBJECTIVES, options_of
 from burnish.losses.preference_options import ReferenceOptions
 from burnish.losses.rollouts.options import CLIPPED_LOSSES, RolloutLossOptions
 from burnish.models.generate import GenerationOptions
@@ -366,14 +366,38 @@ def _generation_problems(options: RolloutStageChoices) -> list[Problem]:
     ]  # fmt: skip
 
 
+_SAMPLED = "are sampled token by token, and scored as text"
+_UNREAD_GENERATION = {
+    "max_new_tokens": "are limited by max_completion_length", "do_sample": _SAMPLED, "num_beams": _SAMPLED,
+    "length_penalty": _SAMPLED, "cache_implementation": _SAMPLED, "samples": "are counted by num_generations",
+}  # fmt: skip
+"""Option of generation that rollouts do not read -> the reason."""
+_READ_BY_PPO = ("max_new_tokens",)
+
+
+def _names_of_other_stages(stage: str) -> Iterator[str]:
+    """Yield the options that only other stages with rollouts read."""
+    read = options_of(stage)
+    for each in OBJECTIVES:
+        if each.options and draws_completions(each.name):
+            yield from (name for name in specs(each.options) if name not in read)
+
+
 @notes
 def rollout_notes(options: RolloutStageChoices) -> list[str]:
     """Notes on options without effect, on what a preset sets, and on a learning rate of another stage."""
     changed = changed_options(options)
+    names = [*_names_of_other_stages(options.stage)]
+    names += [] if draws_completions(options.stage) else RolloutOptions.__dataclass_fields__
+    found: list[str] = [f'"{name}" has no effect: stage is {options.stage}.' for name in names if name in changed]
     if not draws_completions(options.stage):
-        names = [name for name in RolloutOptions.__dataclass_fields__ if name in changed]
-        return [f'"{name}" has no effect: stage is {options.stage}.' for name in names]
-    found: list[str] = [
+        return found
+    found += [
+        f'"{name}" has no effect: completions of stage: {options.stage} {why}.'
+        for name, why in _UNREAD_GENERATION.items()
+        if name in changed and name not in _READ_BY_PPO * (options.stage == "ppo")
+    ]
+    found += [
         OptionText(f'"{{{name}}}" has no effect: {{}}.', why)
         for name, why in without_effect(options).items()
         if name in changed

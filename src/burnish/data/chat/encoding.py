@@ -104,10 +104,12 @@ class ConversationEncoder:
         Raises:
             UserError: if a row is too long and ``on_too_long`` is "raise".
         """
+        of_chosen, of_rejected = DataStats(), DataStats()
         sides = [
-            self._answers([with_answer(example, side) for example in examples], stats)
-            for side in ("chosen", "rejected")
+            self._answers([with_answer(example, side) for example in examples], of_side)
+            for side, of_side in (("chosen", of_chosen), ("rejected", of_rejected))
         ]
+        stats.merge_sides(of_chosen, of_rejected)
         return pair_rows(examples, sides[0], sides[1], self.encoding, self.cutoff_len, stats)
 
     def encode_unpaired(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:

@@ -20,7 +20,10 @@ from burnish.data.chat.labels import (
     label_turns,
     masked_labels,
 )
+from burnish.data.chat.rendering import UnreadableTemplate
+from burnish.data.chat.slots import BrokenConversation
 from burnish.data.chat.table import TemplateSpec
+from burnish.data.chat.tools.tools import ToolError
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, UnsupportedMedia, images_of
 from burnish.data.images.in_rows import Marks, images_column, images_in, remove_marks
@@ -267,7 +270,7 @@ class Template(ConversationEncoder):
                 row = self._shrunk_row(example, row, stats)
         except UnsupportedMedia as error:
             raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
-        except BadImage as error:
+        except (BadImage, BrokenConversation, ToolError, UnreadableTemplate) as error:
             stats.add(drop_reason(str(error)), example)
             return None
         return {**row, "input_ids": array("i", row["input_ids"])}

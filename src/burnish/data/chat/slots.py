@@ -49,6 +49,10 @@ def with_options(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
     return spec
 
 
+class BrokenConversation(ValueError):
+    """Raised for messages that a template cannot write. The message completes a sentence "dropped: ..."."""
+
+
 def broken_rule(messages: Sequence[Message]) -> str | None:
     """Return the rule that a conversation violates, as the rest of a sentence "dropped: ...", or None."""
     if not messages:
@@ -127,12 +131,12 @@ class SlotFormat:
 
         Raises:
             ToolError: if tools or calls cannot be formatted.
-            ValueError: if messages do not alternate.
+            BrokenConversation: if messages do not alternate.
         """
         messages = self._with_observations_joined(example).request
         with_empty_response = (*messages, Message("assistant", ""))
         if rule := broken_rule(with_empty_response):
-            raise ValueError(f"{example.place}: cannot build a prompt: {rule}.")
+            raise BrokenConversation(rule)
         written = self._conversation(replace(example, messages=with_empty_response))[:-1]
         ids = self._ids([written])
         return [token for elements in written for element in elements for token in _tokens(element, ids)]
