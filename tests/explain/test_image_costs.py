@@ -102,3 +102,29 @@ def test_explain_estimates_memory_of_vision_tower(workspace, capsys):
         totals.append(line)
     assert " 1 x " in totals[0]
     assert " 2 x " in totals[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, {"vision tower": False, "projector": False, "language model": True}),
+        ({"finetuning_type": "full", "train_mm_proj_only": "true"},
+         {"vision tower": False, "projector": True, "language model": False}),
+        ({"freeze_vision_tower": "false", "lora_target": "q_proj"},
+         {"vision tower": True, "projector": False, "language model": True}),
+    ],
+)  # fmt: skip
+def test_explain_lists_the_parts_of_a_vision_model(workspace, capsys, overrides, expected):
+    options = {"model_name_or_path": workspace / "llava", "template": "llava", "dataset": "answers",
+               "dataset_dir": workspace / "data", "output_dir": workspace / "explained", "use_cpu": "true"}  # fmt: skip
+
+    def lines(**more):
+        assert main(["explain", *(f"{name}={value}" for name, value in {**options, **more}.items())]) == 0
+        return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+    found = lines(**overrides)
+    for part, is_trained in expected.items():
+        line = next(line for line in found if line.startswith(part))
+        assert (" 0 trained" not in line) == is_trained
+    assert not any("of frozen parts" in line for line in found)
+    assert any('"q_proj" also matches 2 layers of frozen parts' in line for line in lines(lora_target="q_proj"))

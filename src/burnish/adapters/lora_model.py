@@ -115,6 +115,15 @@ def find_targets(
     return [path for path, _ in model.named_modules() if path in found], missing
 
 
+def frozen_matches(model: nn.Module, targets: Sequence[str], is_frozen: Callable[[str], bool]) -> dict[str, list[str]]:
+    """Name in ``targets`` -> the linear layers of frozen parts that it matches as well; "all" means no frozen one."""
+    frozen = [path for path in linear_layers(model) if is_frozen(path)]
+    found = {
+        name: [path for path in frozen if _matches_path(name, path)] for name in targets if name not in _ALL_LINEAR
+    }
+    return {name: paths for name, paths in found.items() if paths}
+
+
 def shortest_names(paths: Sequence[str], model: nn.Module) -> tuple[str, ...]:
     """Suffixes that match ``paths`` and no other module. Whole paths if the suffix is ambiguous."""
     own = set(paths)

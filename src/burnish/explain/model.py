@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from burnish.adapters.base import ADAPTERS
+from burnish.adapters.base import ADAPTERS, is_frozen
+from burnish.adapters.lora_model import frozen_matches
 from burnish.explain.view import Line, Section
 from burnish.kernels.last_layer import LAST_LAYER
+from burnish.kernels.model_parts import PartName, has_vision_tower, part_at, parts_of
 from burnish.kernels.probe import unwrap_peft
 from burnish.kernels.tied import TIED
 from burnish.losses.base import options_of
@@ -64,7 +67,43 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
         *(Line("formats", text) for text in _formats(options, prepared)),
         *_reference(plan, prepared),
     ]
-    return Section("Model", [*lines, *_patches(plan, prepared)])
+    model = patched_shapes(options, config, prepared.tokenizer)
+    of_parts = [*_parts(plan, model), *_frozen_targets(plan, model)] if trains(options) else []
+    return Section("Model", [*lines[:2], *of_parts, *lines[2:], *_patches(plan, prepared, model)])
+
+
+def _parts(plan: Plan, model: nn.Module) -> Iterator[Line]:
+    """The numbers of parameters in the parts of a vision model."""
+    if not has_vision_tower(model):
+        return
+    parts = parts_of(model)
+    frozen, trained = Counter[PartName](), Counter[PartName]()
+    for path, parameter in model.named_parameters():
+        counts = trained if parameter.requires_grad else frozen
+        counts[part_at(path, parts)] += parameter.numel()
+    for part, (label, option) in _PARTS.items():
+        if frozen[part] or trained[part]:
+            yield Line(label, f"{frozen[part]:,} parameters frozen, {trained[part]:,} trained", plan.where(option))
+
+
+def _frozen_targets(plan: Plan, model: nn.Module) -> Iterator[Line]:
+    """The entries of ``lora_target`` that match layers of frozen parts, too."""
+    options = plan.options
+    if options.finetuning_type != "lora" or not has_vision_tower(model):
+        return
+    for name, paths in frozen_matches(model, options.lora_target, is_frozen(model, options)).items():
+        layers = f"{len(paths):,} layers" if len(paths) > 1 else "a layer"
+        text = f'"{name}" also matches {layers} of frozen parts; freeze_vision_tower: false or '
+        text += "freeze_multi_modal_projector: false would train them"
+        yield Line("lora_target", text, plan.where("lora_target"))
+
+
+_PARTS: Mapping[PartName, tuple[str, str]] = {
+    "vision_tower": ("vision tower", "freeze_vision_tower"),
+    "multi_modal_projector": ("projector", "freeze_multi_modal_projector"),
+    "language_model": ("language model", "freeze_language_model"),
+}
+"""Part of a vision model -> its label, and the option that freezes it."""
 
 
 def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
@@ -82,9 +121,8 @@ def _formats(options: RunOptions, prepared: Prepared) -> list[str]:
     ]
 
 
-def _patches(plan: Plan, prepared: Prepared) -> Iterator[Line]:
+def _patches(plan: Plan, prepared: Prepared, model: nn.Module) -> Iterator[Line]:
     """The patches that the run will make to the model."""
-    model = patched_shapes(plan.options, prepared.config, prepared.tokenizer)
     for sentence in patch_summary(model) or ["none"]:
         yield Line("patched", sentence, plan.where("patches"))
     for why in dict.fromkeys(done.why for done in patches_of(model)):
