@@ -241,3 +241,15 @@ def test_explain_counts_no_prefix_of_other_images_as_shared(model, tmp_path, cap
 
     rows = records(tmp_path)
     assert skipped(rows) < skipped(rows[:1] * len(rows))
+
+
+def test_cutoff_len_that_keeps_all_rows_is_named(model, tmp_path, capsys):
+    def explain(cutoff_len):
+        status = main(["explain", *command_line(model, tmp_path, records(tmp_path), cutoff_len=cutoff_len)[1:]])
+        return status, capsys.readouterr()
+
+    status, output = explain(12)
+    assert (status, "would split an image" in output.err) == (2, True)
+    sufficient = int(output.err.partition("examples have at most ")[2].partition(" tokens")[0])
+    status, output = explain(sufficient)
+    assert (status, "truncated" in output.out) == (0, False)

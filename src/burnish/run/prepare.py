@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
+from itertools import islice
+from math import ceil
 from random import Random
 from typing import Any
 
@@ -56,6 +58,7 @@ from burnish.run.recovery.fingerprints import code_digest, fingerprints_of
 
 SAMPLE_SIZE = 256
 """Number of rows encoded before the first step when streaming."""
+_NO_LIMIT = 1 << 30  # tokens
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def prepare(plan: Plan) -> Prepared:
     eval_rows = {name: evaluation_rows(some, name, objective, stats, options) for name, some in sets.eval.items()}
     if not len(sample) and trains(options):
         stats.merge(rows.statistics())
-        raise UserError(nothing_to_learn(stats, options))
+        enough = sufficient_cutoff_len(sets.train, objective, template) if stats.has_truncated else None
+        raise UserError(nothing_to_learn(stats, options, enough))
     raise_if(unusable_sets(sets.members, stats))
     steps = NO_STEPS
     if trains(options):
@@ -295,7 +299,21 @@ def sample_of(rows: RowSet[Any]) -> ListedRows:
     return ListedRows([row for row in some if row is not None])
 
 
-def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
+def sufficient_cutoff_len(examples: Sequence[Example], objective: StageObjective, template: Template) -> int | None:
+    """Return the smallest ``cutoff_len`` with which 99% of the first examples are not truncated, if any."""
+    limit, template.cutoff_len = template.cutoff_len, _NO_LIMIT
+    try:
+        rows = objective.encode(list(islice(examples, SAMPLE_SIZE)), DataStats())
+    except UserError:
+        return None
+    finally:
+        template.cutoff_len = limit
+    lengths = sorted(max(lengths_of(row)) for row in rows if row is not None)
+    return lengths[ceil(0.99 * len(lengths)) - 1] if lengths else None
+
+
+def nothing_to_learn(stats: DataStats, options: RunOptions, cutoff_len: int | None = None) -> Problem:
+    """Return the problem that no training example is left. Args: cutoff_len: one that would be sufficient."""
     if options.tokenized_path and not options.dataset and not stats.sentences():
         return Problem(
             f'tokenized_path "{options.tokenized_path}" contains no tokenized dataset, and "dataset" is not set.',
@@ -303,11 +321,12 @@ def nothing_to_learn(stats: DataStats, options: RunOptions) -> Problem:
             option="tokenized_path",
         )
     reasons = "; ".join(stats.sentences()) or "the training set is empty"
+    needed = "" if cutoff_len is None else f" (99% of the examples have at most {cutoff_len:,} tokens)"
     return Problem(
         f"No examples are left to train on: {reasons}.",
         where=", ".join(map(str, options.dataset or [])),
         remedy=" ".join(stats.remedies)
-        or ("Raise cutoff_len, or correct the data." if stats.has_truncated else "Correct the data."),
+        or (f"Raise cutoff_len{needed}, or correct the data." if stats.has_truncated else "Correct the data."),
     )
 
 
