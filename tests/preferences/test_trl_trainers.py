@@ -503,6 +503,12 @@ def test_invalid_record_is_reported_by_number_or_dropped(rows, message, folder, 
     assert len(make("DPOTrainer", folder / "model", tmp_path, rows, on_bad_record="drop").train_dataset) == 3
 
 
+@pytest.mark.parametrize("kind", ["ORPOTrainer", "CPOTrainer"])
+def test_reference_of_a_loss_without_one_is_rejected(kind, folder, tmp_path):
+    with pytest.raises(TypeError, match=f"{kind} uses no reference model. Remove `ref_model`"):
+        make(kind, folder / "model", tmp_path, pairs(), {"ref_model": str(folder / "model")})
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "message"),
     [

@@ -741,13 +741,24 @@ def test_contradictory_sft_arguments_are_rejected(tmp_path, rows, options, train
         make(tmp_path, rows, trainer=trainer, **options)
 
 
-def test_adapter_is_rejected_if_repeated_or_on_the_head(tmp_path):
+def test_repeated_adapter_is_rejected(tmp_path):
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="merge and unload the existing adapter"):
         make(tmp_path, TEXTS, model=get_peft_model(llama(), config), trainer={"peft_config": config})
-    on_head = LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        make(tmp_path, TEXTS, trainer={"peft_config": on_head})
+
+
+def test_adapter_of_the_head_is_trained_like_with_full_logits(tmp_path):
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_checkpointing": False, "max_grad_norm": 1e9}
+    trainer = make(tmp_path, TEXTS[:2], trainer={"peft_config": config}, **options)
+    (batch,) = trainer.get_train_dataloader()
+    model = trainer.model.eval()
+    model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")}).loss.backward()
+    gradients = [p.grad.norm() for name, p in model.named_parameters() if p.grad is not None]
+    assert sum("lm_head" in name and p.grad is not None for name, p in model.named_parameters()) == 2
+    model.zero_grad()
+    trainer.train()
+    assert logged(trainer, "grad_norm")[0] == pytest.approx(torch.stack(gradients).norm().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

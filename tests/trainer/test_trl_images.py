@@ -13,7 +13,16 @@ from peft import LoraConfig
 from PIL import Image as pil
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from burnish import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from burnish import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from burnish.loop.types import IGNORE_INDEX
 from burnish.models.images import features as image_features_module
 from burnish.models.images.processor import ImageProcessor
@@ -415,3 +424,30 @@ def test_arguments_that_need_prepared_rows_are_refused_with_a_collator(llava, tm
             str(llava / "model"), args=options(config, tmp_path, **more), train_dataset=pairs_with_images(llava),
             processing_class=processor, data_collator=padded_collator(processor, False, []),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("images", "content", "message"),
+    [
+        (["no.png"], "Hi", "Use absolute paths, or paths relative to the working directory."),
+        (["a.png"], [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Hi"}], '2 parts of type "image"'),
+    ],
+)
+def test_errors_about_images_of_a_script_name_no_option_of_yaml(
+    folder, tmp_path, monkeypatch, images, content, message
+):
+    monkeypatch.chdir(tmp_path)
+    pil.new("RGB", (30, 30)).save("a.png")
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "Ho"}]
+    messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} if isinstance(content, list) and
+                isinstance(one["content"], str) else one for one in messages]  # fmt: skip
+    rows = Dataset.from_list([{"messages": messages, "images": images}])
+    with pytest.raises(ValueError, match=message) as raised:
+        SFTTrainer(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=rows)
+    assert "media_dir" not in str(raised.value)
+
+
+def test_vision_model_without_classifier_is_no_reward_model(folder, tmp_path):
+    rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match="no sequence classifier for models of type qwen2_5_vl"):
+        RewardTrainer(str(folder / "model"), args=options(RewardConfig, tmp_path), train_dataset=rows)

@@ -233,7 +233,9 @@ class PlainTemplate(ConversationEncoder):
             try:
                 made = self._expand_images(example, one, prompt[0].text if size else "", whole, marks)
             except BadImage as error:
-                raise UserError(f"The record cannot be tokenized: {error}.", where=example.place) from error
+                raise UserError(
+                    f"The record cannot be tokenized: {str(error).rstrip('.')}.", where=example.place
+                ) from error
             found = self._single_turn(*made)
             yield EncodedConversation(
                 [(marks.without_placeholders(a), marks.without_placeholders(b)) for a, b in found.turns]
@@ -249,7 +251,9 @@ class PlainTemplate(ConversationEncoder):
         try:
             made = marks.expand(marks.front(len(images)) + ids, images)
         except BadImage as error:
-            raise UserError(f"The record cannot be tokenized: {error}.", where=example.place) from error
+            raise UserError(
+                f"The record cannot be tokenized: {str(error).rstrip('.')}.", where=example.place
+            ) from error
         return {"input_ids": made.ids, **({"images": images_column(made.images)} if images else {})}
 
     def _expand_images(

@@ -130,8 +130,8 @@ class MediaReader:
             path = unquote(urlsplit(path).path)
         elif scheme:
             raise BadImage(
-                f"{place} is a URL. Images are not downloaded during training. Download the image first, for example "
-                "to media_dir."
+                f"{place} is a URL. Images are not downloaded during training. Download the image first, and write its "
+                "path."
             )
         if not path.strip():
             raise BadImage(f"{place} is an empty path.")

@@ -98,6 +98,8 @@ def _image(reader: MediaReader, kind: str, source: Any, place: str, limits: Mapp
         return (reader.image if kind == "image" else partial(read_video, reader))(source, place, **(limits or {}))
     except MissingImage as error:
         remedy = "Set media_dir to the folder that contains the images."
+        if not reader.folders:  # a script, which has no such option
+            remedy = "Use absolute paths, or paths relative to the working directory."
         if error.nearest is not None:
             remedy = f"{remedy} A file with this name was found: {error.nearest}"
         raise BadRecord(str(error), remedy, reason="an image was not found", kind="an image was not found") from None
@@ -173,8 +175,8 @@ def _num_empty(example: Example, kind: str) -> int:
 
 
 def _refuse_count(kind: str, images: int, places: int, is_part: bool) -> None:
-    place = f'part of type "{kind}"' if is_part else f'"{MARKS[kind]}"'
-    counts = f"{images} {kind}{'s' * (images != 1)} and {places} {place}{'s' * (is_part and places != 1)}."
+    place = f'part{"s" * (places != 1)} of type "{kind}"' if is_part else f'"{MARKS[kind]}"'
+    counts = f"{images} {kind}{'s' * (images != 1)} and {places} {place}."
     reason = f"the numbers of {kind}s and placeholders differ"
     if is_part:
         raise BadRecord(counts, f"Provide one {kind} for each part.", reason=reason)

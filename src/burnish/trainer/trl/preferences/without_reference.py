@@ -57,6 +57,8 @@ class ORPOTrainer(PreferenceTrainer):
     aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
 
     def __init__(self, model: Any, args: object = None, *rest: Any, **kwargs: Any) -> None:
+        if kwargs.pop("ref_model", None) is not None:
+            raise TypeError(f"{type(self).__name__} uses no reference model. Remove `ref_model`.")
         super().__init__(model, None, args, *rest, **kwargs)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:

@@ -123,10 +123,22 @@ def load_named_model(
         kwargs["quantization_config"] = quantization_config
     kwargs["dtype"] = _dtype(kwargs.pop("torch_dtype", None) if "dtype" not in kwargs else kwargs["dtype"])
     if scores:
+        _check_classifier(_config_of(name, kwargs), name)
         return AutoModelForSequenceClassification.from_pretrained(name, **{"num_labels": 1, **kwargs})
     architecture = (_config_of(name, kwargs).architectures or [""])[0]
     kind: Any = getattr(transformers, architecture, AutoModelForCausalLM)
     return kind.from_pretrained(name, **kwargs)
+
+
+def _check_classifier(config: Any, name: str) -> None:
+    """Raise ValueError if transformers has no sequence classifier for models of this type."""
+    mapping: Any = AutoModelForSequenceClassification._model_mapping
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) not in mapping and "AutoModelForSequenceClassification" not in own:
+        raise ValueError(
+            f"{name} cannot be a reward model: transformers has no sequence classifier for models of type "
+            f"{config.model_type}. Use a text model."
+        )
 
 
 def vocabulary_size(model: Any, args: TrlArguments, argument: str = "model") -> int:
@@ -320,13 +332,6 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int]) -> None:
 
 def finish_peft(model: Any, args: TrlArguments) -> None:
     """Prepare a model with an adapter: gradients through checkpointed layers, and the dtype of the adapter."""
-    head: Any = model.get_output_embeddings()
-    if hasattr(head, "base_layer"):
-        raise ValueError(
-            "Applying a PEFT adapter to `lm_head` is not supported: the log-probabilities are computed from "
-            "`lm_head.weight` directly, so the adapter would never be trained. Remove `'lm_head'` from your "
-            "`target_modules`."
-        )
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
     if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
