@@ -256,3 +256,13 @@ def test_reason_that_applies_to_both_responses_is_counted_once():
         side.add(drop_reason("no text"), examples[number])
     stats.merge_sides(chosen, rejected)
     assert stats.sentences() == ["dropped: no text: 2 of 2 examples (set: 1, 2)"]
+
+
+@pytest.mark.parametrize("kind", ["answers", "prompts", "pairs"])
+def test_template_arguments_of_a_record_are_reported(tmp_path, kind):
+    row = {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    row |= {"chosen": "b", "rejected": "c"} if kind == "pairs" else {"completion": "b"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row), encoding="utf-8")
+    sets = load_datasets(DataOptions(dataset=[str(file)]), 0, DataStats(), needs=RecordNeeds(kind, stage=kind))
+    assert sum('the column "chat_template_kwargs" has no effect' in note for note in sets.notes) == 1
