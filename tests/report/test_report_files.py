@@ -51,7 +51,7 @@ def steps(folder, first, last, max_steps=10, ends=True):
     return callback
 
 
-OWN_KEYS = {"grad_norm", "step_seconds", "memory_bytes", "time"}
+OWN_KEYS = {"grad_norm", "step_seconds", "tokens_per_second", "memory_bytes", "time"}
 """Keys of burnish's rows alone."""
 
 
@@ -69,6 +69,30 @@ def test_log_row_has_llamafactory_keys_and_values(tmp_path):
     assert evaluation["eval_loss"] == 0.5
     assert "loss" not in evaluation
     assert "lr" not in evaluation
+
+
+def test_speed_of_a_log_row_is_that_of_training_alone(tmp_path):
+    clock = SimpleNamespace(now_s=0.0)
+    callback, control = JsonlCallback(tmp_path, Pace(lambda: clock.now_s)), TrainerControl()
+    state = TrainerState(max_steps=20)
+    callback.on_train_begin(None, state, control)
+    for step in range(1, 21):
+        clock.now_s += 1  # the next batch, which GRPO generates before the step begins
+        callback.on_step_begin(None, state, control)
+        clock.now_s += 1
+        state.global_step, state.num_input_tokens_seen = step, 100 * step
+        callback.on_step_end(None, state, control)
+        if step % 10 == 0:
+            callback.on_log(None, state, control, logs={"loss": 1.0})
+        if step % 4 == 0:  # also between two rows
+            clock.now_s += 50
+            callback.on_log(None, state, control, logs={"eval_loss": 1.0})
+            callback.on_evaluate(None, state, control)
+        if step % 5 == 0:
+            clock.now_s += 30
+            callback.on_save(None, state, control)
+    found = [(row["step_seconds"], row["tokens_per_second"]) for row in rows(tmp_path) if "loss" in row]
+    assert found == [(2.0, 50.0), (2.0, 50.0)]
 
 
 def test_log_row_names_objective_metrics_like_peers(tmp_path):

@@ -194,6 +194,20 @@ def test_evaluation_does_not_reduce_reported_throughput(capsys):
     assert set(rates) == {"100"}
 
 
+def test_reported_throughput_includes_the_generation_of_a_batch(capsys):
+    clock, state, control = Clock(), TrainerState(max_steps=2), TrainerControl()
+    callback = ProgressCallback(FACTS, Pace(clock))
+    callback.on_train_begin(None, state, control)
+    for step in (1, 2):
+        clock.now_s += 3  # GRPO generates completions before the step begins
+        callback.on_step_begin(None, state, control)
+        clock.now_s += 1
+        state.global_step, state.num_input_tokens_seen = step, 400 * step
+        callback.on_step_end(None, state, control)
+        callback.on_log(None, state, control, logs={"loss": 1.0})
+    assert re.findall(r"(\d+) tok/s", capsys.readouterr().out) == ["100", "100"]
+
+
 def test_other_ranks_print_nothing(capsys):
     fake_run(ProgressCallback(FACTS), 20, 1, state=TrainerState(max_steps=20, is_world_process_zero=False))
     assert capsys.readouterr().out == ""

@@ -38,7 +38,7 @@ RESULTS = {
 }  # fmt: skip
 LOG_ROW = {
     "current_steps", "total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time", "throughput",
-    "total_tokens", "grad_norm", "step_seconds", "memory_bytes", "time",
+    "total_tokens", "grad_norm", "step_seconds", "tokens_per_second", "memory_bytes", "time",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.report import round_values
 from burnish.serve.page.runs.runs import distinct_names, read_run
-from burnish.serve.page.runs.series import downsample
+from burnish.serve.page.runs.series import downsample, series
 
 
 def test_run_can_have_name_tags_and_notes_without_changing_its_folder(page, root) -> None:
@@ -121,6 +121,10 @@ def test_throughput_of_a_run_is_measured_over_its_last_interval(tmp_path: Path) 
     rows[1]["step_seconds"] = 0.5  # half of the second was an evaluation
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_run(tmp_path).tokens_per_s == 600.0
+    rows[1]["tokens_per_second"] = 450.0  # measured by the run
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(tmp_path).tokens_per_s == 450.0
+    assert series(tmp_path)[0]["rate"] == [None, 450.0]
 
 
 def test_evaluations_of_several_sets_become_columns_and_are_kept() -> None:

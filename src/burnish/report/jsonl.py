@@ -2,12 +2,14 @@
 
     {"current_steps": 10, "total_steps": 171, "loss": 2.31, "lr": 4.9e-05, "epoch": 0.17, "percentage": 5.85,
      "elapsed_time": "0:00:12", "remaining_time": "0:03:13", "throughput": 8123.4, "total_tokens": 97481,
-     "grad_norm": 1.02, "step_seconds": 0.61, "memory_bytes": 2147483648, "time": 1790000000.2}
+     "grad_norm": 1.02, "step_seconds": 0.61, "tokens_per_second": 8210.9, "memory_bytes": 2147483648,
+     "time": 1790000000.2}
 
-The last four keys are burnish's: gradient norm, mean step time since the previous row, current memory of the process
-(on a GPU, peak memory), and Unix time. Other logged numbers keep their names, which are TRL's: ``rewards/chosen``,
-``rewards/margins``, ``logps/rejected``, ``kl``, ``completions/mean_length``. ``accuracy`` is LLaMA-Factory's name for
-``rewards/accuracies``.
+The last five keys are burnish's: gradient norm, mean step time and tokens per second since the previous row of
+training without evaluations and saves, current memory of the process (on a GPU, peak memory), and Unix time.
+``throughput`` is the mean since the start of the process, with evaluations and saves. Other logged numbers keep their
+names, which are TRL's: ``rewards/chosen``, ``rewards/margins``, ``logps/rejected``, ``kl``,
+``completions/mean_length``. ``accuracy`` is LLaMA-Factory's name for ``rewards/accuracies``.
 
 Evaluation rows have ``eval_loss`` instead of ``loss`` and ``lr``. A resumed run appends to the file, after removing
 rows later than its checkpoint, because those steps are repeated. Times and throughput are measured from the step at
@@ -47,7 +49,7 @@ class JsonlCallback(TrainerCallback):
         self.path = Path(folder) / LOG_NAME
         self.pace = pace or Pace()
         self._is_training = False
-        self._row_s, self._row_step = 0.0, 0  # of the previous row
+        self._row_step = 0  # of the previous row of training
         self._waiting: list[str] = []
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -55,7 +57,7 @@ class JsonlCallback(TrainerCallback):
             return
         self._is_training = True
         self.pace.start(state.global_step, state.num_input_tokens_seen)
-        self._row_s, self._row_step = time.monotonic(), state.global_step
+        self._row_step = state.global_step
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(
             self.path, "".join(json.dumps(row) + "\n" for row in kept_rows(self.path, state.global_step))
@@ -64,7 +66,7 @@ class JsonlCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if not self._is_training or not logs:
             return
-        row = {**row_of(logs, state, self.pace), **self._beside(logs, state.global_step)}
+        row = {**row_of(logs, state, self.pace), **self._beside(logs, state)}
         self._waiting.append(json.dumps(row) + "\n")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,18 +76,29 @@ class JsonlCallback(TrainerCallback):
             return
         self._waiting.clear()
 
-    def _beside(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def _beside(self, logs: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
         """Return values that LLaMA-Factory's rows do not have, for a row of training steps."""
         found: dict[str, Any] = {"time": round(time.time(), 3)}
-        now_s = time.monotonic()
         if "loss" not in logs:
-            self._row_s = now_s  # an evaluation is not a step
             return found
+        step, tokens = state.global_step, state.num_input_tokens_seen
         if step > self._row_step:
-            found["step_seconds"] = round((now_s - self._row_s) / (step - self._row_step), 4)
-        self._row_s, self._row_step = now_s, step
+            found["step_seconds"] = round(self.pace.interval_s / (step - self._row_step), 4)
+            if tokens:
+                found["tokens_per_second"] = round(self.pace.interval_rate(tokens), 2)
+        self._row_step = step
+        self.pace.begin_interval(tokens)
         found["memory_bytes"] = memory_bytes()
         return found | {name: logs[name] for name in ("grad_norm", "waiting") if logs.get(name) is not None}
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.pace.end_step()
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.pace.leave_out()
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.pace.leave_out()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_training = False

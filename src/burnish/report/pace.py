@@ -36,8 +36,8 @@ class Pace:
         """Return the mean rate since ``start``, including evaluations and saves. ``tokens`` is the total so far."""
         return (tokens - self._first_tokens) / max(self.elapsed_s, 1e-9)
 
-    # A stretch begins with the first step after a log and ends with the next log. Evaluations and saves are excluded,
-    # so that its rate is that of training.
+    # An interval lies between two logs. Evaluations and saves are excluded, so that its rate is that of training;
+    # loading batches and generating completions are included.
 
     def begin_interval(self, tokens: int) -> None:
         self._interval_s = self._step_s = self._clock()
@@ -47,14 +47,19 @@ class Pace:
         self._step_s = self._clock()
 
     def leave_out(self) -> None:
-        """Exclude the time since the last step, or since the last call of this method, from the stretch."""
+        """Exclude the time since the last step, or since the last call of this method, from the interval."""
         now_s = self._clock()
         self._interval_s += now_s - self._step_s
         self._step_s = now_s
 
+    @property
+    def interval_s(self) -> float:
+        """Seconds since the interval began, without those left out."""
+        return self._clock() - self._interval_s
+
     def interval_rate(self, tokens: int) -> float:
-        """Return the tokens per second since the stretch began."""
-        return (tokens - self._interval_tokens) / max(self._clock() - self._interval_s, 1e-9)
+        """Return the tokens per second since the interval began."""
+        return (tokens - self._interval_tokens) / max(self.interval_s, 1e-9)
 
 
 def clock_time(seconds: float) -> str:

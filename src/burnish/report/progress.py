@@ -112,16 +112,10 @@ class ProgressCallback(TrainerCallback):
             EvenlySpacedEvents(TRAIN_LINES, num_logs),
             EvenlySpacedEvents(EVAL_LINES, num_evaluations),
         )
-        self._interval_started = False
         self._is_training = True
         _print_facts(self.facts, state)
         if console.is_terminal():
             console.begin_live(_LiveLine(self.seen, self.pace))
-
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._is_training and not self._interval_started:
-            self._interval_started = True
-            self.pace.begin_interval(state.num_input_tokens_seen)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seen.step, self.seen.max_steps = state.global_step, state.max_steps
@@ -149,7 +143,7 @@ class ProgressCallback(TrainerCallback):
         seen.loss, seen.learning_rate = logs["loss"], logs.get("learning_rate", seen.learning_rate)
         seen.tokens_per_second = self.pace.interval_rate(state.num_input_tokens_seen)
         seen.metrics = {name: logs[name] for name in _METRICS if logs.get(name) is not None}
-        self._interval_started = False
+        self.pace.begin_interval(state.num_input_tokens_seen)
         if self._train_lines.is_due(seen.step, seen.max_steps):  # in a terminal, above the live line
             console.note(seen.plain_line(self.pace))
 

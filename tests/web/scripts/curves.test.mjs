@@ -42,6 +42,17 @@ test("the rate is that of the interval, not of the whole run", () => {
   assert.deepEqual(tokenRates(columns), [10, 100, 300]);
   assert.deepEqual(tokenRates({ step: [1], tokens_per_s: [7] }), [7]);
 });
+test("the rate that the run logged is shown", () => {
+  const columns = {
+    step: [1, 2],
+    loss: [1, 1],
+    tokens: [100, 200],
+    time: [10, 11],
+    rate: [null, 40],
+    tokens_per_s: [10, 50],
+  };
+  assert.deepEqual(tokenRates(columns), [10, 40]);
+});
 test("the time of an evaluation is no time of training", () => {
   const columns = {
     step: [1, 1, 2],

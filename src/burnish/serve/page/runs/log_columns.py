@@ -21,7 +21,8 @@ from burnish.utils.files import open_regular_file_inside
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("current_steps", "step"), "loss": ("loss",), "eval_loss": ("eval_loss",), "lr": ("lr", "learning_rate"),
-    "grad_norm": ("grad_norm",), "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
+    "grad_norm": ("grad_norm",), "rate": ("tokens_per_second",),
+    "tokens_per_s": ("throughput",), "memory_bytes": ("memory_bytes",),
     "epoch": ("epoch",), "time": ("time",), "tokens": ("total_tokens", "num_tokens", "num_input_tokens_seen"),
 }  # fmt: skip
 _KNOWN = {"total_steps", "percentage", "elapsed_time", "remaining_time", "step_seconds", "total_flos", "waiting",

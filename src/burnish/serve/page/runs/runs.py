@@ -323,6 +323,8 @@ def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Tokens per second of the steps between the last two rows, or ``throughput``, which counts from the start."""
     if not rows:
         return None
+    if (rate := _number(rows[-1].get("tokens_per_second"))) is not None:
+        return rate
     if len(rows) > 1:
         names = ("total_tokens", "time", "current_steps")
         tokens, now_s, step = (_number(rows[-1].get(name)) or 0.0 for name in names)

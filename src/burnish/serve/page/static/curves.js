@@ -60,11 +60,11 @@ export function rangeOf(values, { zero = false, clip = false, log = false } = {}
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
 /**
- * Tokens per second between two logs, excluding evaluations; the logged value is the mean since
- * the start. @param {Columns} columns
+ * Tokens per second between two logs, excluding evaluations: as the run logged it, or from the times of the rows.
+ * `tokens_per_s` is the mean since the start. @param {Columns} columns
  */
 export function tokenRates(columns) {
-  const { tokens, time, tokens_per_s: mean = [] } = columns;
+  const { tokens, time, rate = [], tokens_per_s: mean = [] } = columns;
   if (!tokens || !time) return mean;
   let before = -1,
     begun = 0; // the time of the row before, which may be one of an evaluation
@@ -77,7 +77,7 @@ export function tokenRates(columns) {
     before = place;
     const seconds = last < 0 ? 0 : time[place] - from,
       count = last < 0 ? 0 : tokens[place] - tokens[last];
-    return seconds > 0 && count > 0 ? count / seconds : (mean[place] ?? null);
+    return rate[place] ?? (seconds > 0 && count > 0 ? count / seconds : (mean[place] ?? null));
   });
 }
 /** Concatenate two parts of a log. @param {Columns} columns @param {Columns} more @returns {Columns} */
