@@ -149,6 +149,24 @@ def test_text_being_written_equals_whole_text_and_keeps_its_nodes(visitor, reque
     assert visitor.evaluate(COMPARE_EVERY_BEGINNING, WRITTEN) == [1, 1, 1]
 
 
+GROW_A_LONG_CODE_BLOCK = """async () => {
+  const { update } = await import(performance.getEntriesByType("resource").find(({ name }) => /md[.]js/.test(name)).name);
+  const place = document.createElement("div"), line = "x = 12  # comment\\n", counts = [];
+  document.body.append(place);
+  for (const end of ["", "```"]) {
+    for (let size = 100; size <= 1500; size += 100) update(place, "```py\\n" + line.repeat(size) + end);
+    counts.push(place.querySelectorAll("code span").length);
+  }
+  return [...counts, place.querySelector("code").textContent === line.repeat(1500).trimEnd()];
+}"""
+
+
+def test_long_code_block_is_highlighted_after_its_end(visitor, requests) -> None:
+    while_written, at_end, is_complete = visitor.evaluate(GROW_A_LONG_CODE_BLOCK)
+    assert 0 < while_written < 1000  # of 3,000 in all, which took half a minute to draw with each token
+    assert (at_end, is_complete) == (3000, True)
+
+
 def test_tokens_that_arrive_together_are_drawn_together(visitor, requests) -> None:
     deltas = [{"content": "word "} for _ in range(500)]
     visitor.route("**/api/chat/*", lambda route: route.fulfill(

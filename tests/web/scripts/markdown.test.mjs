@@ -45,7 +45,7 @@ test("quotes, rules and tables", () => {
   ]);
 });
 test("code may be unfinished, empty, or contain shorter fences", () => {
-  assert.deepEqual(parse("```Python title\na"), [{ kind: "code", language: "python title", text: "a" }]);
+  assert.deepEqual(parse("```Python title\na"), [{ kind: "code", language: "python title", text: "a", isOpen: true }]);
   assert.deepEqual(parse("```\n```\nb"), [{ kind: "code", language: "", text: "" }, text("b")]);
   assert.deepEqual(parse("````\n```\na\n```\n````"), [{ kind: "code", language: "", text: "```\na\n```" }]);
   assert.deepEqual(parse("a ```b``` c"), [text("a ```b``` c")]);

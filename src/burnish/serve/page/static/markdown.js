@@ -4,11 +4,11 @@
 /**
  * @typedef {{kind: "text" | "heading", text: string}
  *   | {kind: "rule"}
- *   | {kind: "code", language: string, text: string}
+ *   | {kind: "code", language: string, text: string, isOpen?: true}
  *   | {kind: "table", head: string[], rows: string[][]}
  *   | {kind: "quote", blocks: Block[]}
  *   | {kind: "list", start: number | null, items: Block[][]}} Block
- * A list with a start is numbered.
+ * A list with a start is numbered. The end of an open code block is missing.
  */
 
 // Each pattern takes linear time, because a model may write anything.
@@ -119,7 +119,12 @@ function code(/** @type {string[]} */ lines, /** @type {number} */ at, /** @type
   while (end < lines.length && !(lines[end].trim().startsWith(mark) && !lines[end].trim().replaceAll(mark[0], "")))
     end += 1;
   const inside = lines.slice(at + 1, end).map((line) => outdent(line, indent));
-  found.push({ kind: "code", language: language.trim().toLowerCase(), text: inside.join("\n") });
+  const block = /** @type {const} */ ({
+    kind: "code",
+    language: language.trim().toLowerCase(),
+    text: inside.join("\n"),
+  });
+  found.push(end < lines.length ? block : { ...block, isOpen: true });
   return end + 1;
 }
 /** Add a list. The lines of an item are those indented more than its marker, and lines that continue its paragraph. */

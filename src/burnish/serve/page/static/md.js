@@ -50,10 +50,14 @@ function show(place, items, render, kindOf = () => "") {
   shown.set(place, now);
   return place;
 }
-/** @param {string} code @param {string} kind @param {any} [old] */
-function fence(code, kind, old) {
+/** Characters of a block being written that are highlighted with each update. */
+const HIGHLIGHTED = 4000;
+/** @param {string} code @param {string} kind @param {boolean} isOpen @param {any} [old] */
+function fence(code, kind, isOpen, old) {
+  const end = isOpen ? HIGHLIGHTED : code.length,
+    tokens = [...pieces(code.slice(0, end), kind.split(" ")[0]), ["", code.slice(end)]];
   const place = old ? $("code", old) : el("code");
-  show(place, pieces(code, kind.split(" ")[0]), ([name, text]) =>
+  show(place, tokens, ([name, text]) =>
     name ? el("span", { class: `code-${name}` }, visible(text)) : document.createTextNode(visible(text)),
   );
   const node = old ?? el("div", { class: "code" }, el("div", { class: "row" }, el("small", { class: "grow" }, kind)));
@@ -81,7 +85,7 @@ function table(head, rows, old) {
 const item = (blocks, old = el("li")) => show(old, blocks, node, kindOf);
 /** @param {Block} block @param {any} [old] @returns {any} */
 function node(block, old) {
-  if (block.kind === "code") return fence(block.text, block.language, old);
+  if (block.kind === "code") return fence(block.text, block.language, Boolean(block.isOpen), old);
   if (block.kind === "table") return table(block.head, block.rows, old);
   if (block.kind === "quote") return show(old ?? el("blockquote"), block.blocks, node, kindOf);
   if (block.kind === "rule") return el("hr");
