@@ -5,7 +5,9 @@ const {
   ago,
   axisLabels,
   bytes,
+  clock,
   duration,
+  helpOf,
   hasWeights,
   joined,
   optionsOf,
@@ -93,4 +95,17 @@ test("a long line without a carriage return is shown at once", () => {
 test("values that are not numbers are shown as they are", () => {
   assert.equal(short(true), "true");
   assert.equal(short("NaN"), "NaN");
+});
+test("the time of another day has its date", () => {
+  assert.match(clock(1.79e9, "en"), /2026/);
+  assert.doesNotMatch(clock(Date.now() / 1000, "en"), /20\d\d/);
+});
+test("the unit of an option is named once", () => {
+  assert.equal(
+    helpOf({ help: "Number of steps between checkpoints.", unit: "steps" }),
+    "Number of steps between checkpoints.",
+  );
+  assert.equal(helpOf({ help: "Default: the model's.", unit: "s" }), "Default: the model's. (s)");
+  assert.equal(helpOf({ help: "Size of a file.", unit: "GB" }), "Size of a file. (GB)");
+  assert.equal(helpOf({ help: "Text." }), "Text.");
 });

@@ -1,7 +1,7 @@
 // @ts-check
 // Form fields created from option declarations: label, option name, and a control for its type.
 import { el } from "./dom.js";
-import { humanized } from "./format.js";
+import { helpOf, humanized } from "./format.js";
 import { language, t } from "./words.js";
 
 /** @typedef {Record<string, any>} Field */
@@ -73,7 +73,7 @@ export function fieldOf(field, { risk, browse } = {}) {
     help = field.short;
   const hint = risk
     ? t("not_from_page", { why: risk })
-    : (help ?? `${field.help}${field.unit ? ` (${field.unit})` : ""}${field.ignored ? ` ${field.ignored}` : ""}`);
+    : (help ?? `${helpOf(field)}${field.ignored ? ` ${field.ignored}` : ""}`);
   const input = control(field, id, Boolean(risk));
   return el(
     "div",

@@ -57,7 +57,15 @@ export const duration = (seconds) => {
     : `${Math.floor(whole / 60)}:${pad(whole % 60)}`;
 };
 /** @param {number} seconds @param {string} [language] */
-export const clock = (seconds, language) => new Date(seconds * 1000).toLocaleTimeString(language);
+export const clock = (seconds, language) => {
+  const time = new Date(seconds * 1000);
+  return time.toDateString() === new Date().toDateString()
+    ? time.toLocaleTimeString(language)
+    : time.toLocaleString(language);
+};
+/** The help of an option, with its unit unless the help names it. @param {{help: string, unit?: string}} option */
+export const helpOf = ({ help, unit }) =>
+  !unit || help.match(/[\w'-]+/g)?.includes(unit) ? help : `${help} (${unit})`;
 /** "3 hours ago". @param {number} seconds since 1970 @param {string} [language] @param {number} [now] */
 export function ago(seconds, language = "en", now = Date.now() / 1000) {
   const passed = Math.max(0, now - seconds),
