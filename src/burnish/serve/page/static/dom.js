@@ -66,6 +66,9 @@ export function notify(text, action) {
         },
         action[0],
       );
+  const dialog = $$("dialog[open]").at(-1); // it covers what is outside of it
+  (dialog ?? document.body).append(place);
+  dialog?.addEventListener("close", () => document.body.append(place), { once: true });
   place.replaceChildren(text, ...(button ? [button] : []));
   clearTimeout(said);
   said = setTimeout(() => place.replaceChildren(), action ? 12000 : 5000);
