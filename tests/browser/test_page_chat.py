@@ -150,7 +150,8 @@ def test_text_being_written_equals_whole_text_and_keeps_its_nodes(visitor, reque
 
 
 GROW_A_LONG_CODE_BLOCK = """async () => {
-  const { update } = await import(performance.getEntriesByType("resource").find(({ name }) => /md[.]js/.test(name)).name);
+  const loaded = performance.getEntriesByType("resource").find(({ name }) => /md[.]js/.test(name)).name;
+  const { update } = await import(loaded);
   const place = document.createElement("div"), line = "x = 12  # comment\\n", counts = [];
   document.body.append(place);
   for (const end of ["", "```"]) {

@@ -261,3 +261,35 @@ def test_run_that_failed_before_its_first_step_offers_no_chat(visitor, server, f
     visitor.goto(f"{server.address}/chat")
     visitor.locator("select[data-side='0'] option", has_text="first").first.wait_for(state="attached")
     assert visitor.locator("select[data-side='0'] option", has_text="failed").count() == 0
+
+
+def test_list_keeps_focus_selection_and_text_when_a_run_appears_and_fails(visitor, server, first) -> None:
+    visitor.goto(f"{server.address}/runs")
+    visitor.fill("#search", "saves")
+    visitor.get_by_role("row", name="saves/first").get_by_role("checkbox").check()
+    visitor.focus("#search")
+    visitor.evaluate("window.isSame = true")
+    second = server.root / "saves" / "second"
+    shutil.copytree(first, second)
+    row = visitor.locator("#runs tr[data-run]").filter(has=visitor.get_by_role("link", name="second", exact=True))
+    row.locator("summary").wait_for()
+    outcome = {"state": "failed", "time": 1.9e9, "sentence": "Out of memory.", "remedy": "Use fewer rows.", "step": 40}
+    (second / "outcome.json").write_text(json.dumps(outcome))
+    row.locator(".problem", has_text="Out of memory. Use fewer rows.").wait_for()
+    assert visitor.evaluate("[window.isSame, document.activeElement.id]") == [True, "search"]
+    assert visitor.locator("#runs tr input:checked").count() == 1
+
+
+def test_notification_is_shown_above_an_open_dialog(visitor, server) -> None:
+    visitor.goto(f"{server.address}/new")
+    visitor.evaluate("document.querySelector('#yaml-dialog').showModal()")
+    visitor.route("**/*", lambda route: route.abort())
+    visitor.evaluate("""async () => {
+        const dom = performance.getEntriesByType("resource").find(({ name }) => name.endsWith("/dom.js")).name;
+        (await import(dom)).notify("Not connected");
+    }""")
+    box = visitor.locator("#toast").bounding_box()
+    at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
+    assert visitor.evaluate("([x, y]) => document.elementFromPoint(x, y).id", at) == "toast"
+    visitor.keyboard.press("Escape")
+    assert visitor.locator("#toast").is_visible()

@@ -1,22 +1,14 @@
 // @ts-check
 // The list of runs: search, filters, labels, live updates, selection.
 import { $, $$, el, figure, menu, notify, svg } from "./dom.js";
-import { ago, duration, hasWeights, short } from "./format.js";
+import { ago, duration, hasWeights, joined, short } from "./format.js";
 import { Failed, follow, send, up } from "./net.js";
-import { language, loadRunWords, ready, t } from "./words.js";
+import { showProblem } from "./problem.js";
+import { language, ready, t } from "./words.js";
 
 await ready;
 const ALIVE = ["starting", "running", "saving", "evaluating", "stopping"];
 const rows = () => $$("[data-run]");
-const known = new Set(rows().map((row) => row.dataset.run));
-for (const cell of $$("[data-started]"))
-  cell.textContent = Number(cell.dataset.started) ? ago(Number(cell.dataset.started), language) : "–";
-
-if (language !== "en" && $("#runs .problem"))
-  void Promise.all([import("./panels.js"), loadRunWords()]).then(([{ usualSentence }]) => {
-    for (const node of $$("#runs .problem")) node.textContent = node.title = usualSentence(node.textContent);
-  });
-
 const notice = sessionStorage.getItem("notice"); // of the page before
 if (notice) notify(notice);
 sessionStorage.removeItem("notice");
@@ -49,10 +41,15 @@ function filter() {
   const shown = rows().filter((row) => !row.hidden).length;
   $("#shown-count").textContent = t("runs_counted", { shown, all: rows().length });
 }
-if (tagFilter) {
-  const tags = [...new Set(rows().flatMap((row) => JSON.parse(row.dataset.tags)))].sort();
-  tagFilter.append(...tags.map((tag) => el("option", {}, tag)));
+/** Offer the tags of the listed runs. */
+function listTags() {
+  const offered = [...tagFilter.options].map((option) => option.text),
+    tags = [...new Set(rows().flatMap((row) => JSON.parse(row.dataset.tags)))].sort();
+  tagFilter.append(...tags.filter((tag) => !offered.includes(tag)).map((tag) => el("option", {}, tag)));
   tagFilter.parentElement.hidden = !tags.length;
+}
+if (tagFilter) {
+  listTags();
   const before = new URLSearchParams(location.search);
   for (const [name, control] of Object.entries(filters)) {
     control.value = before.get(name) ?? "";
@@ -73,17 +70,17 @@ function linkComparison() {
 }
 $("#runs")?.addEventListener("change", linkComparison);
 addEventListener("pageshow", linkComparison); // the browser restores the selection on the way back
-for (const button of $$("[data-unqueue]")) {
-  button.addEventListener("click", async () => {
-    try {
-      await send("DELETE", `api/queue/${button.dataset.unqueue}`);
-    } catch (failed) {
-      if (!(failed instanceof Failed)) throw failed;
-      sessionStorage.setItem("notice", failed.message); // it may have started meanwhile
-    }
-    location.reload();
-  });
-}
+$("#main").addEventListener("click", async (/** @type {any} */ { target }) => {
+  const number = target.closest("[data-unqueue]")?.dataset.unqueue;
+  if (!number) return;
+  try {
+    await send("DELETE", `api/queue/${number}`);
+  } catch (failed) {
+    if (!(failed instanceof Failed)) throw failed;
+    sessionStorage.setItem("notice", failed.message); // it may have started meanwhile
+  }
+  location.reload();
+});
 
 // --- names, tags, notes, deletion -------------------------------------------------------------------------------------
 
@@ -143,9 +140,16 @@ async function remove(row, name) {
     },
   ]);
 }
-for (const place of $$("[data-menu]")) {
-  const row = place.closest("tr"),
-    name = place.dataset.menu,
+/** Complete a row of the server. @param {any} row */
+function complete(row) {
+  const started = $("[data-started]", row),
+    place = $("[data-menu]", row),
+    problem = $(".problem", row);
+  if (started)
+    started.textContent = Number(started.dataset.started) ? ago(Number(started.dataset.started), language) : "–";
+  if (problem) showProblem(row, problem.title);
+  if (!place) return;
+  const name = place.dataset.menu,
     id = row.dataset.run;
   place.append(
     menu(t("actions_of", { name }), [
@@ -161,6 +165,7 @@ for (const place of $$("[data-menu]")) {
     ]),
   );
 }
+rows().forEach(complete);
 
 /** Draw the loss curve of a run in its row or its card. @param {any} place @param {string} points */
 function drawCurve(place, points) {
@@ -181,6 +186,12 @@ function removeCard(card) {
   card.remove();
   $("#running-now").hidden = !$("[data-live]");
 }
+const arrive = async () =>
+  (await import("./arrivals.js")).arrive((added) => {
+    added.forEach(complete);
+    listTags();
+    filter();
+  });
 follow(
   () => "list=1",
   "",
@@ -195,14 +206,10 @@ follow(
     if (name !== "run") return;
     const row = $(`[data-run="${run.id}"]`),
       card = $(`[data-live="${run.id}"]`);
-    if (!row || (ALIVE.includes(run.state) && !card)) {
-      if (!known.has(run.id) || !card) {
-        known.add(run.id);
-        if (!dialog.open) location.reload();
-      }
-      return;
-    }
+    if (!row || (ALIVE.includes(run.state) && !card)) void arrive();
+    if (!row) return;
     row.dataset.state = run.state;
+    showProblem(row, ["failed", "died", "unreadable"].includes(run.state) ? joined(run.sentence, run.remedy) : "");
     const chat = $(".to-chat", row);
     if (chat) chat.hidden = !hasWeights(run);
     for (const place of [row, card]) {
