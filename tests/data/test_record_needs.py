@@ -266,3 +266,9 @@ def test_template_arguments_of_a_record_are_reported(tmp_path, kind):
     file.write_text(json.dumps(row), encoding="utf-8")
     sets = load_datasets(DataOptions(dataset=[str(file)]), 0, DataStats(), needs=RecordNeeds(kind, stage=kind))
     assert sum('the column "chat_template_kwargs" has no effect' in note for note in sets.notes) == 1
+
+
+@pytest.mark.parametrize("prompt", [None, 3, {"role": "user", "content": "Hi"}])
+def test_prompt_of_another_type_is_rejected_with_both_forms(tmp_path, prompt):
+    with pytest.raises(UserError, match='"prompt" must be text or a list of messages'):
+        examples(tmp_path, [{"prompt": prompt, "completion": "Ho"}], RecordNeeds())

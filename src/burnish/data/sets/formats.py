@@ -136,6 +136,9 @@ def prompt_completion(record: Record) -> Example:
     """A prompt and a completion, both text or both lists of messages. Only the completion is trained."""
     if isinstance(record.value("prompt"), str) and record.turns_or_none("prompt") is None:
         return record.example(prompt=record.text("prompt"), completion=_response(record))
+    if record.turns_or_none("prompt") is None and not isinstance(record.value("prompt"), list):
+        received = shorten_value(record.value("prompt"))
+        raise BadRecord(f'"{record.column("prompt")}" must be text or a list of messages.', received=received)
     before = map(as_context, messages_of(record, "prompt"))
     has_no_response = record.layout.needs.kind == "prompts" and not record.value("response")
     return conversation(record, [*before, *([] if has_no_response else messages_of(record, "response"))])
