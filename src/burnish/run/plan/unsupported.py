@@ -292,7 +292,12 @@ _add_unsupported("Set its entries as options.", dataset_kwargs=None)
 _add_unsupported("Remove it. Full fine-tuning trains all rows of the embedding.", freeze_original_embeddings=False)
 _add_unsupported("Set columns: {text: <name>}.", dataset_text_field="text")
 _add_unsupported("Set preprocessing_num_workers.", dataset_num_proc=None)
-_add_unsupported("Set cutoff_len, for prompt and response together.", max_source_length=None, max_target_length=None)
+_add_unsupported(
+    "Set cutoff_len, for prompt and response together.",
+    max_source_length=None,
+    max_target_length=None,
+    max_prompt_length=None,
+)
 _add_unsupported("Set per_device_train_batch_size or per_device_eval_batch_size.", batch_size=None)
 _no_effect("every process reads the dataset and shares the cache of tokenized examples.", "data_shared_file_system")
 _add_unsupported(
