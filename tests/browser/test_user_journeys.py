@@ -426,3 +426,22 @@ def test_comparison_of_more_runs_than_fit_says_so(visitor, server) -> None:
     visitor.locator(".chip input:checked").first.uncheck()
     visitor.locator("#most").wait_for(state="hidden")
     assert visitor.locator(".chip input:disabled").count() == 0
+
+
+def test_unsent_form_is_kept_over_a_reload_and_the_way_back_without_secrets(visitor, server) -> None:
+    page = visitor
+    page.goto(f"{server.address}/new")
+    fill(page, learning_rate="3e-4")
+    page.fill("#search-options", "hub_token")
+    page.evaluate("document.querySelector('#box-hub_token').disabled = false")  # as with web_allow
+    page.fill("#box-hub_token", "hf_" + "a" * 34)
+    page.reload()
+    wait_for(lambda: page.input_value("#box-model_name_or_path") == "model")
+    page.goto(f"{server.address}/runs")
+    page.go_back()
+    wait_for(lambda: page.input_value("#box-model_name_or_path") == "model")
+    unfold(page)
+    assert page.input_value("#box-learning_rate") == "3e-4"
+    assert "hf_" not in page.evaluate("JSON.stringify(sessionStorage)")
+    page.locator("#toast button").click()
+    wait_for(lambda: page.input_value("#box-model_name_or_path") == "")

@@ -30,7 +30,8 @@ from burnish.serve.page.words import in_language, option_words, requested_langua
 from burnish.utils.json_files import read_object
 
 MOST_PRESETS = 200
-SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored")
+SHOWN = ("name", "group", "control", "default", "choices", "unit", "help", "short", "label", "aliases", "ignored",
+         "is_secret")  # fmt: skip
 """Fields of an option that the page receives, unless they are empty. The planner returns more, to validate values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -65,7 +66,10 @@ class Form:
         }
         shown = [
             {part: field[part] for part in SHOWN if part == "default" or field.get(part) not in (None, "", [])}
-            for field in ({**one, "choices": one["choices"] or one["harmless"]} for one in fields)
+            for field in (
+                {**one, "choices": one["choices"] or one["harmless"], "is_secret": one["is_secret"] or None}
+                for one in fields
+            )
         ]
         boxes = {name: list(options) for name, options in BOXES.items()}
         return ShownJson(

@@ -2,6 +2,7 @@
 // The form for a new run, and its plan, which is updated after each change.
 import { Columns } from "./columns.js";
 import { $, $$, askToConfirm, copy, notify, tabs } from "./dom.js";
+import * as draft from "./draft.js";
 import { fieldOf, showValue, textOf } from "./fields.js";
 import { joined } from "./format.js";
 import { Failed, api, events, get, send, up } from "./net.js";
@@ -123,6 +124,7 @@ form.addEventListener("input", (/** @type {any} */ event) => {
 const isEmpty = () => !values.has("model_name_or_path") || !values.has("dataset");
 function changed() {
   checking?.abort(); // its values are no longer those of the form
+  draft.keep(values);
   settle();
   void columns.ask(values, lists[1].datasets);
   $("#start").disabled = $("#queue").disabled = true;
@@ -199,6 +201,7 @@ async function start(when, folder) {
   $("#start").disabled = $("#queue").disabled = true; // until the response
   try {
     const begun = await send("POST", "api/runs", { values: current(), when, folder });
+    draft.drop();
     if (begun.id) location.href = `${up}runs/${begun.id}`;
     else {
       notify(t("queued"));
@@ -240,5 +243,7 @@ async function duplicate(id) {
   set("overwrite_output_dir", "");
   set("output_dir", await free(values.get("output_dir") ?? run.folder));
 }
-const begin = async () => (beginning ? duplicate(beginning) : set("output_dir", await free("saves/first")));
+const begin = async () =>
+  draft.restore(set) || (beginning ? duplicate(beginning) : set("output_dir", await free("saves/first")));
 await begin().finally(changed);
+draft.begin(declared);
