@@ -35,6 +35,7 @@ _PUBLIC: dict[str, str] = {
     **dict.fromkeys(("CPOTrainer", "ORPOTrainer"), "burnish.trainer.trl.preferences.without_reference"),
     "DataCollatorForCompletionOnlyLM": "burnish.trainer.trl.sft.completion_only",
     "EvalPrediction": "burnish.trainer.values",
+    "RewardModel": "burnish.rollouts.rewards.models",
     "SFTConfig": "burnish.trainer.trl.sft.config",
     "Seq2SeqTrainer": "burnish.trainer.seq2seq",
     "Seq2SeqTrainingArguments": "burnish.trainer.seq2seq",
@@ -49,9 +50,9 @@ _PUBLIC: dict[str, str] = {
 __all__ = [
     "IGNORE_INDEX", "CPOConfig", "CPOTrainer", "DPOConfig", "DPOTrainer", "DataCollatorForCompletionOnlyLM",
     "EvalPrediction", "Example", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "Message", "ORPOConfig",
-    "ORPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SFTConfig", "SFTTrainer",
-    "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState",
-    "TrainingArguments", "UserError",
+    "ORPOTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardModel", "RewardTrainer", "SFTConfig",
+    "SFTTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerCallback", "TrainerControl",
+    "TrainerState", "TrainingArguments", "UserError",
 ]  # fmt: skip
 
 

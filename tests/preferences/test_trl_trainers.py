@@ -703,9 +703,25 @@ def test_custom_loss_can_start_from_burnish_loss(folder, tmp_path):
     assert Halved(model, args=arguments, **options).train().training_loss == pytest.approx(math.log(2) / 2, abs=1e-6)
 
 
-def test_script_of_documentation_page_trains(folder, tmp_path, monkeypatch):
+def scripts_of_documentation_page():
     page = (Path(burnish.__file__).parents[2] / "docs" / "preferences.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_script_of_documentation_page_scores_with_a_trained_model(folder, tmp_path, monkeypatch):
+    script, _ = scripts_of_documentation_page()
+    trainer = make("RewardTrainer", folder / "model", tmp_path / "run", as_dataset(pairs()), max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saves" / "rm"))
+    monkeypatch.chdir(tmp_path)
+    made: dict = {}
+    exec(compile(script, "page", "exec"), made)
+    (score,) = made["scores"]
+    assert math.isfinite(score)
+
+
+def test_script_of_documentation_page_trains(folder, tmp_path, monkeypatch):
+    _, script = scripts_of_documentation_page()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "my-sft-model").symlink_to(folder / "model")

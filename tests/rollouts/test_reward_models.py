@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import threading
 import time
@@ -68,6 +69,38 @@ def test_stage_rm_folder_and_classifier_score_the_last_token(models):
     expected = scores_one_by_one(classifier.model, classifier.tokenizer, classifier.model.score)
     assert classifier(PROMPTS, ANSWERS) == pytest.approx(expected, abs=1e-5)
     assert classifier.__name__ == "scorer"
+
+
+def test_texts_and_conversations_are_scored_in_python(models, tmp_path):
+    from burnish import RewardModel
+
+    folder = copy_model(models / "policy_vhead", tmp_path / "m", "{% for m in messages %}{{ m.content }} {% endfor %}")
+    model = RewardModel.from_pretrained(folder)
+    texts = [f"{prompt} {answer} " for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    chats = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
+    ]
+    expected = model([""] * len(texts), texts)
+    assert model.score(texts) == pytest.approx(expected)
+    assert model.score([chats[0], *texts[1:]]) == pytest.approx(expected)
+    assert model.score(chats) == pytest.approx(expected)
+    assert model.score([]) == []
+
+
+@pytest.mark.parametrize(
+    ("conversations", "error", "message"),
+    [
+        ("a text", TypeError, "must be a list of texts or of lists of messages. Received: 'a text'"),
+        ([{"role": "user", "content": "a"}], TypeError, "as entry 0"),
+        (["a", 3], TypeError, "Received: 3 as entry 1"),
+        (["a", []], UserError, "Entry 1 of `conversations` is empty"),
+        (["", "a"], UserError, "Entry 0 of `conversations` is empty"),
+    ],
+)
+def test_other_values_are_not_scored(models, conversations, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        reward_model_of(str(models / "policy_vhead")).score(conversations)
 
 
 def test_adapter_of_stage_rm_is_a_reward_model_with_its_base(models, tmp_path):

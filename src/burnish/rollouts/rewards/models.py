@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -40,7 +41,10 @@ _SHOWN = 200
 
 
 class RewardModel:
-    """A reward function that uses a model.
+    """A model that scores responses; also a reward function::
+
+        model = RewardModel.from_pretrained("saves/rm")
+        scores = model.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])
 
     Args:
         model: sequence classifier of transformers with one label, or a language model if there is a ``head``.
@@ -58,6 +62,35 @@ class RewardModel:
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
         self.head: nn.Module = model.score if head is None else head
         self.__name__ = name or Path(str(getattr(model.config, "_name_or_path", "") or "reward_model")).name
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], adapters: Sequence[str] = (), quantization_bit: int | None = None
+    ) -> RewardModel:
+        """Load a reward model in any of its forms. Arguments and errors are those of ``reward_model_of``."""
+        return reward_model_of(os.fspath(folder), adapters, quantization_bit)
+
+    def score(self, conversations: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[float]:
+        """Return the score of each conversation, in order.
+
+        Args:
+            conversations: lists of messages that end with the response, rendered by the chat template; or texts, which
+                are tokenized as they are.
+
+        Raises:
+            TypeError: if an entry is neither text nor a list of messages.
+            UserError: if there is no chat template, it cannot render a conversation, or an entry has no tokens.
+        """
+        for place, each in enumerate(conversations):
+            if isinstance(conversations, str) or not (isinstance(each, str) or _are_messages(each)):
+                raise TypeError(
+                    "`conversations` must be a list of texts or of lists of messages. Received: "
+                    f"{reprlib.repr(conversations if isinstance(conversations, str) else each)} as entry {place}."
+                )
+            if not each:
+                raise UserError(f"Entry {place} of `conversations` is empty.", remedy="Remove it.")
+        prompts = ["" if isinstance(each, str) else each[:-1] for each in conversations]
+        return self(prompts, [each if isinstance(each, str) else each[-1:] for each in conversations])
 
     def to(self, device: torch.device) -> RewardModel:
         """Move the weights to a device. Returns the function itself."""
@@ -96,6 +129,10 @@ class RewardModel:
         dtype = next(self.head.parameters()).dtype
         scores: Tensor = self.head(last.to(dtype)).float().flatten()
         return scores
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(message, Mapping) for message in value)
 
 
 def check_conversations(
