@@ -283,7 +283,6 @@ def test_list_keeps_focus_selection_and_text_when_a_run_appears_and_fails(visito
 def test_notification_is_shown_above_an_open_dialog(visitor, server) -> None:
     visitor.goto(f"{server.address}/new")
     visitor.evaluate("document.querySelector('#yaml-dialog').showModal()")
-    visitor.route("**/*", lambda route: route.abort())
     visitor.evaluate("""async () => {
         const dom = performance.getEntriesByType("resource").find(({ name }) => name.endsWith("/dom.js")).name;
         (await import(dom)).notify("Not connected");
