@@ -73,7 +73,7 @@ def model_section(plan: Plan, prepared: Prepared) -> Section:
 
 
 def _parts(plan: Plan, model: nn.Module) -> Iterator[Line]:
-    """The numbers of parameters in the parts of a vision model."""
+    """Yield the numbers of frozen and trained parameters of the parts of a vision model."""
     if not has_vision_tower(model):
         return
     parts = parts_of(model)
@@ -87,7 +87,7 @@ def _parts(plan: Plan, model: nn.Module) -> Iterator[Line]:
 
 
 def _frozen_targets(plan: Plan, model: nn.Module) -> Iterator[Line]:
-    """The entries of ``lora_target`` that match layers of frozen parts, too."""
+    """Yield the entries of ``lora_target`` that also match layers of frozen parts."""
     options = plan.options
     if options.finetuning_type != "lora" or not has_vision_tower(model):
         return

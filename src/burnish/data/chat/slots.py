@@ -50,7 +50,7 @@ def with_options(spec: TemplateSpec, options: TemplateChoices) -> TemplateSpec:
 
 
 class BrokenConversation(ValueError):
-    """Raised for messages that a template cannot write. The message completes a sentence "dropped: ..."."""
+    """Raised for messages that a template cannot render. The message completes a sentence "dropped: ..."."""
 
 
 def broken_rule(messages: Sequence[Message]) -> str | None:
