@@ -161,6 +161,18 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
     assert original is not None
 
 
+def test_first_rendering_uses_a_worker_that_was_started_before(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = rendering._Workers()
+    monkeypatch.setattr(rendering, "_workers", workers)
+    rendering.start_rendering()
+    rendering.start_rendering()
+    (process,) = workers.processes
+    assert render(tokenizer, [Conversation(CHAT[:1], variables={"x": 1})], "{{ x }}")[0].text == "1"
+    assert workers.processes == [process]
+    rendering.stop_rendering()
+    process.wait(10)
+
+
 @pytest.mark.run
 @pytest.mark.parametrize("code", ["print('Welcome!')", "raise ImportError('no such library')"])
 def test_library_that_prints_or_fails_on_import(

@@ -27,7 +27,7 @@ from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
 from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_template, recorded_options
-from burnish.data.chat.rendering import UnreadableTemplate
+from burnish.data.chat.rendering import UnreadableTemplate, start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
 from burnish.data.images.options import limits_of
@@ -84,6 +84,8 @@ def load_for_inference(
     adapters, config = adapter_folders(options), load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
     options = with_recorded_template(options, tokenizer, explicit)
+    if options.template is None:
+        start_rendering()  # while the weights are read
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
     template = load_template(options, tokenizer, UNLIMITED_CONTEXT, family)
     own = tokenizer.chat_template

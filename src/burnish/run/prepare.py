@@ -20,6 +20,7 @@ from burnish.config.options import raise_if
 from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
 from burnish.data.chat.choose import configure_tokenizer, load_template
+from burnish.data.chat.rendering import start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
 from burnish.data.length import check_record_lengths
@@ -90,6 +91,8 @@ def prepare(plan: Plan) -> Prepared:
     options, stats = plan.options, DataStats()
     notes: list[str] = []
     set_seed(options.seed, options.full_determinism)
+    if options.template is None and OBJECTIVES[options.stage].has_prompts:
+        start_rendering()  # while the data is read
     sets = load_data(plan, stats)
     config = load_config(options, options.cutoff_len, notes)
     tokenizer = load_tokenizer(options, notes, adapter_folders(options))

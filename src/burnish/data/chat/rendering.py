@@ -207,6 +207,11 @@ def limit_rendering(seconds: float) -> Iterator[None]:
         _workers.limit_s = before
 
 
+def start_rendering() -> None:
+    """Start a worker ahead of the first rendering, which then does not wait for its imports (about a second)."""
+    _workers.start()
+
+
 def stop_rendering() -> None:
     """Kill the worker processes, which also ends renderings that other threads are waiting for."""
     _workers.stop()
@@ -277,9 +282,17 @@ class _Workers:
                 break
             if process.poll() is None:
                 return process
+        return self._new()
+
+    def _new(self) -> subprocess.Popen[bytes]:
         process = _start()
         self.processes.append(process)
         return process
+
+    def start(self) -> None:
+        """Start a worker if there is none."""
+        if not self.processes:
+            self._idle.append(self._new())
 
     def stop(self) -> None:
         for process in list(self.processes):
