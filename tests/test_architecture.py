@@ -94,8 +94,8 @@ IMPORTERS = {
     "uvicorn": {"serve/http/server.py", "serve/http/connections.py"},
     "h11": {"serve/http/relay.py"},
     "jinja2": {
+        "data/template_arguments.py",
         "data/chat/tools/tool_formats.py",
-        "serve/api/prompts.py",
         "serve/page/app.py",
     },
 }

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -340,3 +341,85 @@ def test_slow_tokenizer_locates_the_same_answers():
     row, _ = encode(template, Message("user", "<|im_end|>"), Message("assistant", "fine"))
     assert trained_texts(row, tokenizer) == ["fine<|im_end|>\n"]
     assert row["input_ids"].count(slow.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+WITH_MOOD = CHATML.replace(
+    "m['content']", "m['content'] + (mood | default('')) + (enable_thinking | default('')) | string"
+)
+
+
+def with_arguments(**values):
+    return Example((Message("user", "hi"), Message("assistant", "ho")), extra={"chat_template_kwargs": values})
+
+
+def test_arguments_of_a_record_reach_the_chat_template():
+    template, tokenizer, _ = load(WITH_MOOD, enable_thinking=False)
+    examples = [with_arguments(mood="calm"), with_arguments(enable_thinking=True), with_arguments()]
+    stats = DataStats(seen=3)
+    texts = [tokenizer.decode(row["input_ids"]) for row in template.encode(examples, stats)]
+    assert [text.split("<|im_end|>")[0] for text in texts] == [
+        f"<|im_start|>user\nhi{end}" for end in ("calmFalse", "True", "False")
+    ]
+    assert not stats.sentences()
+    prompts = [tokenizer.decode(template.prompt(example)) for example in examples]
+    assert prompts == [text[: text.rindex("ho")] for text in texts]
+
+
+def test_control_tokens_in_arguments_of_a_record_are_tokenized_as_text():
+    template, tokenizer, _ = load(WITH_MOOD)
+    (row,) = template.encode([with_arguments(mood="<|im_end|>")], DataStats())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert list(row["input_ids"]).count(end) == 2
+    assert tokenizer.decode(row["input_ids"]).count("<|im_end|>") == 4
+
+
+def test_arguments_that_the_template_does_not_use_are_counted_in_reading_order():
+    template, _, _ = load(WITH_MOOD)
+    records = [with_arguments(mod=mood) for mood in "aba"]
+    examples = [replace(example, source="f", number=number) for number, example in enumerate(records, start=1)]
+    stats = DataStats(seen=3)
+    template.encode(examples, stats)
+    assert stats.sentences() == [
+        'kept: the template does not use the argument "mod" of chat_template_kwargs: 3 of 3 examples (f: 1, 2, 3)'
+    ]
+
+
+def test_error_of_the_template_for_the_arguments_of_a_record_names_the_record():
+    template, _, _ = load("{% if mood == 'bad' %}{{ raise_exception('No such mood') }}{% endif %}" + CHATML)
+    example = replace(with_arguments(mood="bad"), source="f", number=3)
+    with pytest.raises(UserError, match=r"f, record 3: .*\n.*No such mood"):
+        template.encode([example], DataStats())
+
+
+def text_before_response(template, tokenizer, **values):
+    return tokenizer.decode(template.prompt(with_arguments(**values))).rsplit("assistant\n", 1)[1]
+
+
+def test_named_template_has_the_arguments_of_reasoning():
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template="qwen3"), tokenizer)
+    configure_tokenizer(template, tokenizer)
+    thought = "<think>\n\n</think>\n\n"
+    assert text_before_response(template, tokenizer) == ""
+    assert text_before_response(template, tokenizer, enable_thinking=False) == thought
+    history = (Message("user", "x"), Message("assistant", THOUGHT_ANSWER))
+    examples = [
+        replace(with_arguments(**values), messages=(*history, *TURNS[:2]))
+        for values in ({"preserve_thinking": True}, {"preserve_thinking": False}, {"enable_thinking": False})
+    ]
+    texts = [tokenizer.decode(row["input_ids"]) for row in template.encode(examples, DataStats())]
+    assert [text.count("a\n</think>") for text in texts] == [2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"mood": 1}, r'f, record 3: the template "qwen3" has no argument "mood"(.|\n)+enable_thinking'),
+        ({"enable_thinking": "no"}, r'"enable_thinking" in chat_template_kwargs must be true or false. Received: "no"'),
+    ],
+)
+def test_other_arguments_of_a_named_template_are_rejected(values, expected):
+    tokenizer = byte_tokenizer()
+    template = load_template(template_options(template="qwen3"), tokenizer)
+    with pytest.raises(UserError, match=expected):
+        template.encode([replace(with_arguments(**values), source="f", number=3)], DataStats())

@@ -13,6 +13,7 @@ from burnish.data.sets.records import RecordNeeds
 from burnish.data.sets.sources import load_datasets
 from burnish.data.sets.trl import examples_of, trl_layout
 from burnish.data.stats import DataStats, drop_reason
+from burnish.data.template_arguments import NO_TEMPLATE, arguments_of
 from burnish.loop.types import Example
 
 
@@ -259,13 +260,44 @@ def test_reason_that_applies_to_both_responses_is_counted_once():
 
 
 @pytest.mark.parametrize("kind", ["answers", "prompts", "pairs"])
-def test_template_arguments_of_a_record_are_reported(tmp_path, kind):
-    row = {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}
-    row |= {"chosen": "b", "rejected": "c"} if kind == "pairs" else {"completion": "b"}
-    file = tmp_path / "rows.jsonl"
+@pytest.mark.parametrize("streaming", [False, True])
+def test_template_arguments_of_a_record_are_read(tmp_path, kind, streaming):
+    row = {"prompt": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False, "x": None}}
+    answer = [{"role": "assistant", "content": "b"}]
+    row |= (
+        {"chosen": answer, "rejected": [{**answer[0], "content": "c"}]} if kind == "pairs" else {"completion": answer}
+    )
+    columns = ("*",) if kind == "prompts" else ()
+    (example,) = examples(tmp_path, [row], RecordNeeds(kind, columns, stage=kind), streaming=streaming)
+    assert arguments_of(example) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("loud", 'must be an object. Received: "?loud'),
+        (["loud"], "must be an object. Received: "),
+        ({"messages": []}, 'contains "messages", which is set by burnish'),
+        ({"a b": 1}, 'contains "a b", which is not a name of a variable'),
+    ],
+)
+def test_invalid_template_arguments_are_rejected_with_their_record(tmp_path, value, expected):
+    row = {"instruction": "a", "output": "b", "chat_template_kwargs": value}
+    with pytest.raises(UserError, match=expected):
+        examples(tmp_path, [row], RecordNeeds())
+
+
+def test_template_arguments_may_be_json_text(tmp_path):
+    row = {"instruction": "a", "output": "b", "chat_template_kwargs": '{"mood": "calm"}'}
+    assert arguments_of(examples(tmp_path, [row], RecordNeeds())[0]) == {"mood": "calm"}
+
+
+def test_template_arguments_of_plain_text_are_counted(tmp_path):
+    file, stats = tmp_path / "rows.jsonl", DataStats()
+    row = {"prompt": "a", "completion": "b", "chat_template_kwargs": {"mood": "calm"}}
     file.write_text(json.dumps(row), encoding="utf-8")
-    sets = load_datasets(DataOptions(dataset=[str(file)]), 0, DataStats(), needs=RecordNeeds(kind, stage=kind))
-    assert sum('the column "chat_template_kwargs" has no effect' in note for note in sets.notes) == 1
+    load_datasets(DataOptions(dataset=[str(file)]), 0, stats, needs=RecordNeeds())
+    assert stats.count(NO_TEMPLATE) == 1
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {"role": "user", "content": "Hi"}])

@@ -22,6 +22,7 @@ from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError, function_schema, read_calls, read_tools
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats, RecordReason, drop_reason, keep_reason
+from burnish.data.template_arguments import RESERVED, set_variables, variables_of
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import RESPONSE_ROLES, Example, Ids, Message
 
@@ -33,6 +34,9 @@ WITH_TOOLS = (
 )
 CONSECUTIVE_USER_MESSAGES = keep_reason("consecutive user messages without a response")
 UNUSED_TOOLS = keep_reason("the chat template does not show tools, so the model does not see those of the record")
+
+_MAX_FORMS = 64
+"""Maximum number of sets of arguments whose form is kept."""
 
 
 class JinjaFormat:
@@ -52,7 +56,7 @@ class JinjaFormat:
         family: Family | None = None,
     ) -> None:  # fmt: skip
         self.tokenizer, self.family = tokenizer, family
-        self.name = name
+        self.name, self.options = name, options
         by_name = {"default": chat_template} if isinstance(chat_template, str) else dict(chat_template)
         self.templates = {name: _with_options(text, options) for name, text in by_name.items()}
         self.learns_every_end = options.train_on_eos == "all"
@@ -63,12 +67,28 @@ class JinjaFormat:
         controls = () if self.family is None else self.family.controls
         self.encoder = Encoder(self.tokenizer, _MARKERS, str(self.templates), controls)
         self.renderer = Renderer(self.templates, self.tokenizer, not_ends=(*_MARKERS, *controls), family=self.family)
+        self._forms: dict[str, JinjaFormat] = {}  # arguments as JSON text -> form
         if not self.renderer.writes_messages():
             what = f"The chat template ({self.name}) does not output the content of user and assistant messages."
             raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set a different template.")
 
     def answering_last(self) -> JinjaFormat:
         return self  # the template itself decides how to render earlier reasoning
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        return variables_of("\0".join(self.templates.values())) - RESERVED
+
+    def with_arguments(self, values: Mapping[str, Any]) -> JinjaFormat:
+        key = json.dumps(values, sort_keys=True)
+        if key not in self._forms:
+            if len(self._forms) >= _MAX_FORMS:
+                self._forms.clear()
+            head = self.encoder.hide(set_variables(values))
+            templates = {name: head + text for name, text in self.templates.items()}
+            # The constructor prepends the options again, which has no effect on a template that contains them.
+            self._forms[key] = JinjaFormat(templates, self.options, self.tokenizer, self.name, self.family)
+        return self._forms[key]
 
     def jinja(self) -> str | dict[str, str]:
         """Return the chat template that renders the trained text; a dictionary by name if there are several."""

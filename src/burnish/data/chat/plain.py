@@ -42,6 +42,7 @@ from burnish.data.images.image_file import BadImage, ImageFile
 from burnish.data.images.in_rows import Marks, images_column, images_in, shift_positions
 from burnish.data.reading.json_files import parse_json
 from burnish.data.stats import DataStats, keep_reason
+from burnish.data.template_arguments import arguments_of, set_variables
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IGNORE_INDEX, Example, Ids, Message, Row
 from burnish.utils.sequences import shared_beginning
@@ -382,7 +383,7 @@ class PlainTemplate(ConversationEncoder):
     def _renderer(self, variables: Mapping[str, Any]) -> Renderer:
         """Return the renderer for these template variables, which are set in the template since rendering may depend
         on them."""
-        opening = "".join(f"{{%- set {name} = {json.dumps(value)} %}}" for name, value in sorted(variables.items()))
+        opening = set_variables(dict(sorted(variables.items())))
         if opening not in self._renderers:
             templates = {name: opening + text for name, text in self._templates.items()}
             self._renderers[opening] = Renderer(
@@ -394,12 +395,13 @@ class PlainTemplate(ConversationEncoder):
 def _conversation(example: Example) -> Conversation:
     """Return the input of the chat template: messages, tools, and the record's own variables."""
     chat = [dict(m.raw or {"role": m.role, "content": m.text}) for m in example.messages]
-    own = example.extra.get("chat_template_kwargs") or {}
     try:
         tools = parse_json(example.tools) if example.tools else None
     except json.JSONDecodeError as error:
         raise UserError(f"The tools are not valid JSON: {error.msg}.", where=example.place) from error
-    return Conversation(chat, tools or None, variables={n: value for n, value in own.items() if value is not None})
+    return Conversation(
+        chat, tools or None, variables={n: value for n, value in arguments_of(example).items() if value is not None}
+    )
 
 
 def _until_response(conversation: Conversation) -> Conversation:

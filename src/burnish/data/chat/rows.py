@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final, Protocol
@@ -28,8 +28,10 @@ from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage, UnsupportedMedia, images_of
 from burnish.data.images.in_rows import Marks, images_column, images_in, remove_marks
 from burnish.data.stats import DataStats, drop_reason, keep_reason
+from burnish.data.template_arguments import THINKING, UNUSED, arguments_of
 from burnish.data.tokens.encoder import Encoder, shared_start
 from burnish.loop.types import Example, Ids, Row
+from burnish.utils.json_files import quote_value
 
 OPTIONS_OF_ROWS: Final = (
     "train_on_prompt",
@@ -65,6 +67,15 @@ class TemplateFormat(Protocol):
     def read_special_tokens(self) -> None: ...
     def answering_last(self) -> TemplateFormat:
         """Return the format for training on the last response only, where earlier reasoning may be removed."""
+        ...
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """Names of the arguments that a record can set."""
+        ...
+
+    def with_arguments(self, values: Mapping[str, Any]) -> TemplateFormat:
+        """Return the format with arguments in place of those of the run; a name that is not used has no effect."""
         ...
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]: ...
@@ -110,10 +121,11 @@ class Template(ConversationEncoder):
         Raises:
             BadImage: if the model refuses an image, or the template does not write one mark per image.
         """
+        form = self._form_of(self.form, example)
         if self.marks is None:
-            return {"input_ids": self.form.prompt(example)}
+            return {"input_ids": form.prompt(example)}
         example = remove_marks(example)
-        ids = array("i", self.form.prompt(self.marks.for_template(example)))
+        ids = array("i", form.prompt(self.marks.for_template(example)))
         images = images_in(replace(example, messages=example.request))
         if shrinking < 1:
             images = [one.shrunk(shrinking) for one in images]
@@ -168,7 +180,7 @@ class Template(ConversationEncoder):
         trained_ids = frozenset() if self.options.train_on_eos == "none" else ends.token_ids
         examples = examples if self.marks is None else [remove_marks(example) for example in examples]
         written = examples if self.marks is None else [self.marks.for_template(example) for example in examples]
-        found = form.turns(written, stats) if examples else []
+        found = self._turns(form, written, stats) if examples else []
         for example, turns in zip(examples, found, strict=True):
             turns = turns and self._seen(example, turns, stats)
             if turns is None:
@@ -180,6 +192,56 @@ class Template(ConversationEncoder):
                     (self.marks.without_placeholders(a), self.marks.without_placeholders(b)) for a, b in labelled
                 ]
             yield EncodedConversation([*turns[:-1], *labelled] if last_only else labelled, closing, trained_ids)
+
+    def _turns(self, form: TemplateFormat, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
+        """Return the turns of each example, formatted with the arguments of its record."""
+        if not any(map(arguments_of, examples)):
+            return form.turns(examples, stats)
+        groups: dict[str, list[int]] = {}
+        for at, example in enumerate(examples):
+            self._count_unused_arguments(example, stats)
+            groups.setdefault(json.dumps(arguments_of(example), sort_keys=True), []).append(at)
+        counted, found = DataStats(), dict[int, list[Turn] | None]()
+        for places in groups.values():
+            some = [examples[at] for at in places]
+            own = self._form_of(form, some[0])
+            found |= zip(places, own.turns(some, counted), strict=True)
+        order = {(example.source, example.number): at for at, example in enumerate(examples)}
+        for reason, numbers in counted.records.items():
+            stats.records[reason] += sorted(numbers, key=lambda place: order[place])
+        return [found[at] for at in range(len(examples))]
+
+    def _form_of(self, form: TemplateFormat, example: Example) -> TemplateFormat:
+        """Return the format with the arguments of a record.
+
+        Raises:
+            UserError: if the template cannot have them.
+        """
+        values = arguments_of(example)
+        if not values:
+            return form
+        try:
+            if self.spec is not None:
+                self._check_arguments(self.spec, values)
+            return form.with_arguments(values)
+        except UserError as error:
+            problems = [replace(problem, where=problem.where or example.place) for problem in error.problems]
+            raise UserError(problems) from error
+
+    def _count_unused_arguments(self, example: Example, stats: DataStats) -> None:
+        for name in sorted(arguments_of(example).keys() - self.form.arguments):
+            stats.add(UNUSED.format(name=name), example)
+
+    def _check_arguments(self, spec: TemplateSpec, values: Mapping[str, Any]) -> None:
+        """Raise UserError if a named template does not have these arguments."""
+        jinja = "a Jinja template: remove template to use the tokenizer's own, or set it to a .jinja file."
+        for name, value in values.items():
+            if name not in THINKING:
+                what = f'the template "{spec.name}" has no argument "{name}" (chat_template_kwargs).'
+                raise UserError(what, remedy=f"Use only {' and '.join(sorted(THINKING))}, or {jinja}")
+            if not isinstance(value, bool):
+                what = f'"{name}" in chat_template_kwargs must be true or false. Received: {quote_value(value)}.'
+                raise UserError(what)
 
     def _seen(self, example: Example, turns: list[Turn], stats: DataStats) -> list[Turn] | None:
         """Return the turns with image tokens inserted; None if an image cannot be used (counted in ``stats``)."""
@@ -264,6 +326,8 @@ class Template(ConversationEncoder):
         """Return the row of a conversation up to its response; None if an image cannot be used (counted)."""
         if self.marks is None and images_in(example):
             self._refuse_images(example)
+        if arguments_of(example):
+            self._count_unused_arguments(example, stats)
         try:
             row = self.prompt_row(example)
             if self.marks is not None and self.marks.family.source.shrinks:

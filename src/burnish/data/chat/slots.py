@@ -26,6 +26,7 @@ from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, describe_tools
 from burnish.data.chat.tools.tools import ToolError, read_calls
 from burnish.data.images.family import Family
 from burnish.data.stats import DataStats, drop_reason
+from burnish.data.template_arguments import THINKING
 from burnish.data.tokens.encoder import Encoder
 from burnish.loop.types import IMAGE, REQUEST_ROLES, RESPONSE_ROLES, VIDEO, Example, Ids, Message
 
@@ -83,8 +84,8 @@ class SlotFormat:
         self.spec = spec
         self.options = options
         self.tokenizer = tokenizer
-        self.enable_thinking = options.enable_thinking
-        self.forgets_thoughts = options.mask_history and not options.preserve_thinking
+        self.enable_thinking, self.preserve_thinking = options.enable_thinking, options.preserve_thinking
+        self.answers_last = options.mask_history
         self.read_special_tokens()
         self._between = spec.between_observations
         self._thought = re.compile("(.*?)".join(map(re.escape, spec.thought_words)), re.DOTALL)
@@ -100,7 +101,22 @@ class SlotFormat:
 
     def answering_last(self) -> SlotFormat:
         form = copy(self)
-        form.forgets_thoughts = not self.options.preserve_thinking
+        form.answers_last = True
+        return form
+
+    @property
+    def forgets_thoughts(self) -> bool:
+        """Whether the reasoning of responses before the last one is removed."""
+        return self.answers_last and not self.preserve_thinking
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        return THINKING if self.spec.reasoning else frozenset()
+
+    def with_arguments(self, values: Mapping[str, Any]) -> SlotFormat:
+        form = copy(self)
+        form.enable_thinking = values.get("enable_thinking", self.enable_thinking)
+        form.preserve_thinking = values.get("preserve_thinking", self.preserve_thinking)
         return form
 
     def end_words(self) -> tuple[str, ...]:

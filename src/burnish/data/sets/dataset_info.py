@@ -26,6 +26,7 @@ from burnish.data.reading.json_files import UnreadableJson, parsed_file, whole_t
 from burnish.data.sets.data_source import DataSource, SourceKind
 from burnish.data.sets.layouts import MEDIA, PREFERENCE
 from burnish.data.sets.turns import SHAREGPT_TAGS
+from burnish.data.template_arguments import COLUMN
 from burnish.utils.environment import uses_modelscope
 from burnish.utils.json_files import shorten_value
 
@@ -48,7 +49,19 @@ _KEYS = {
     "file_sha1",
 }
 _STRING_KEYS = (*_LOCATION_KEYS[:-1], "formatting", "subset", "split", "folder")
-_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text", *MEDIA[:3], *PREFERENCE)
+_COLUMNS = (
+    "prompt",
+    "query",
+    "response",
+    "history",
+    "messages",
+    "system",
+    "tools",
+    "text",
+    COLUMN,
+    *MEDIA[:3],
+    *PREFERENCE,
+)
 _DEFAULT_COLUMNS = ("instruction", "input", "output", "conversations")
 """Columns, which are values in "columns"; as keys they are a mistake."""
 

@@ -32,6 +32,7 @@ from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_messages, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
 from burnish.data.stats import DataStats, drop_reason
+from burnish.data.template_arguments import COLUMN, NO_TEMPLATE
 from burnish.loop.types import Example, Message
 from burnish.utils.json_files import shorten_value
 
@@ -54,7 +55,7 @@ FORMATS: Registry[Format] = Registry("format")
 @FORMATS.register(
     "alpaca",
     columns={"prompt": "instruction", "query": "input", "response": "output"},
-    optional={"query": "input", "history": "history", "system": "system", "tools": "tools"},
+    optional={"query": "input", "history": "history", "system": "system", "tools": "tools", COLUMN: COLUMN},
 )
 def alpaca(record: Record) -> Example:
     """An instruction with optional input, and the output. Earlier turns are in the history."""
@@ -103,7 +104,7 @@ def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
     return find
 
 
-_SHARED_COLUMNS = {"system": "system", "tools": "tools"}
+_SHARED_COLUMNS = {"system": "system", "tools": "tools", COLUMN: COLUMN}
 
 
 @FORMATS.register(
@@ -151,7 +152,7 @@ def _response(record: Record) -> str | None:
 @FORMATS.register(
     "preference",
     columns={"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
-    optional={"prompt": "prompt", "system": "system", "tools": "tools", "margin": "margin"},
+    optional={"prompt": "prompt", **_SHARED_COLUMNS, "margin": "margin"},
     tags=OPENAI_TAGS,
     holds="pairs",
 )
@@ -225,6 +226,10 @@ def examples_from(
                 extra = {name: values.get(name) for name in columns}
                 extra |= {name: values.get(column) for name, column in layout.further_columns.items()}
                 example = replace(example, extra=with_paths(extra, record, example))
+            if arguments := record.template_arguments():
+                example = replace(example, extra={**example.extra, COLUMN: arguments})
+                if not example.messages:
+                    stats.add(NO_TEMPLATE, example)
         except BadRecord as error:
             bad.append((record, error))
             if on_bad_record == "drop":

@@ -18,8 +18,6 @@ from burnish.data.sets.formats import FORMATS
 from burnish.data.sets.preferences import label_values
 from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, list_columns
 
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"
-"""Column of arguments for the chat template, which trainers in Python read."""
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
 _PAIR = ("chosen", "rejected")
@@ -55,9 +53,6 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
     layout.awaited.update(source.further_columns.values())
-    if TEMPLATE_ARGUMENTS in found:
-        what = f'the column "{TEMPLATE_ARGUMENTS}" has no effect: all records have the arguments of the run'
-        layout.notes[f"{what} (enable_thinking)"] = None
     images, videos = (
         next((column for column in (named, f"{kind}s", kind) if column in media), "")
         for named, kind in ((layout.images, "image"), (layout.videos, "video"))

@@ -14,6 +14,7 @@ from typing import Any
 from burnish.data.images.sources import MediaReader
 from burnish.data.reading.json_files import Values, parse_json
 from burnish.data.stats import RecordReason
+from burnish.data.template_arguments import COLUMN, RESERVED
 from burnish.loop.types import Example, RoleName
 from burnish.utils.json_files import shorten_value
 
@@ -181,6 +182,21 @@ class Record:
         value = self.value(part)
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if value else ""
         return as_text(text, self.layout.columns.get(part, ""))
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chat template without null values, which Parquet writes for missing keys."""
+        column, value = self.layout.columns.get(COLUMN, COLUMN), self.value(COLUMN)
+        try:
+            found = parse_json(value) if isinstance(value, str) and value else value or {}
+        except json.JSONDecodeError:
+            found = value
+        if not isinstance(found, Mapping):
+            raise BadRecord(f'"{column}" must be an object.', received=shorten_value(value))
+        for name in found:
+            if not name.isidentifier() or not name.isascii() or name in RESERVED:
+                what = "is set by burnish" if name in RESERVED else "is not a name of a variable"
+                raise BadRecord(f'"{column}" contains "{shorten_value(name, 40)}", which {what}.', "Remove it.")
+        return {name: argument for name, argument in found.items() if argument is not None}
 
     def turns_or_none(self, part: str) -> list[Mapping[str, Any]] | None:
         """Return the messages of a conversation, or None if the part is not one. Verbatim records are not parsed."""

@@ -20,6 +20,7 @@ from burnish.data.sets.preferences import unpair
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.turns import OPENAI_TAGS
 from burnish.data.stats import DataStats, keep_reason
+from burnish.data.template_arguments import COLUMN
 from burnish.loop.types import Example
 from burnish.utils.json_files import quote_value
 from burnish.utils.sequences import LazySequence
@@ -75,7 +76,7 @@ def trl_layout(
     if not set(columns.values()) <= sample.keys():
         expected = _EXPECTED[kind].format(text_field=text_field)
         raise ValueError(f"Expected the columns {expected}. Received: {', '.join(sample)}.")
-    optional = {part: part for part in ("prompt", "margin", "tools") if part in sample and part not in columns}
+    optional = {part: part for part in ("prompt", "margin", "tools", COLUMN) if part in sample and part not in columns}
     images, videos = (
         "" if reader is None else next((name for name in (f"{kind}s", kind) if name in sample), "")
         for kind in ("image", "video")
@@ -175,8 +176,6 @@ def examples_of(
         if example is None or problem:
             examples[at] = None
             continue
-        if own := values.get("chat_template_kwargs"):
-            example = replace(example, extra={"chat_template_kwargs": own})
         examples[at] = _one_side(example, values)
         if not is_second[at]:
             _count_probable_mistakes(example, stats)

@@ -8,20 +8,17 @@ options for a template without reasoning, and unknown template variables.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, meta
-
 from burnish.data.chat.chat_template import JinjaFormat
-from burnish.data.chat.choose import load_template
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.image_file import MAX_PIXELS, BadImage, ImageFile
 from burnish.data.stats import DataStats
+from burnish.data.template_arguments import variables_of
 from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
 from burnish.serve.api.image_access import access_disabled_error
@@ -31,16 +28,6 @@ from burnish.serve.http.errors import APIError
 
 _RENDERING_ERRORS = (ValueError, KeyError, TypeError, AttributeError)
 NO_REASONING_EFFORTS = ("none", "minimal")
-_RESERVED_VARIABLES = {
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "bos_token",
-    "eos_token",
-    "raise_exception",
-    "strftime_now",
-}
-"""Variables of a chat template that requests may not set."""
 
 
 class Prompter:
@@ -198,20 +185,13 @@ class Prompter:
     @property
     def shows_tools(self) -> bool:
         """Whether tools are part of the prompt. Every named template renders them, a chat template may not."""
-        return self.template.spec is not None or "tools" in self._variables()
+        form = self.template.form
+        return not isinstance(form, JinjaFormat) or "tools" in variables_of("\0".join(form.templates.values()))
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of the variables that the template uses and requests may set."""
-        if self.template.spec is not None:
-            return frozenset({"enable_thinking", "preserve_thinking"} if self.template.spec.reasoning else ())
-        return self._variables() - _RESERVED_VARIABLES
-
-    def _variables(self) -> frozenset[str]:
-        """Names of the variables that the chat template uses."""
-        form = self.template.form
-        assert isinstance(form, JinjaFormat)
-        return _template_variables("\0".join(form.templates.values()))
+        return self.template.form.arguments
 
     def _with_variables(self, arguments: str) -> Template:
         """Return the template with the given variables (JSON text)."""
@@ -219,19 +199,8 @@ class Prompter:
         template = self.template
         if not values:
             return template
-        if template.spec is not None:
-            template_options: Any = (
-                template.options
-            )  # the options it was loaded with, a superset of ``TemplateChoices``
-            return load_template(
-                replace(template_options, **values), template.tokenizer, template.cutoff_len, template.form.family
-            )
-        form = template.form
-        assert isinstance(form, JinjaFormat)
-        head = "".join(f"{{%- set {name} = {_literal(value)} %}}" for name, value in values.items())
-        texts = {name: head + text for name, text in form.templates.items()}
-        changed = JinjaFormat(texts, template.options, template.tokenizer, template.name, form.family)
-        return Template(template.name, changed, template.options, template.tokenizer, None, template.cutoff_len)
+        form = template.form.with_arguments(values)
+        return Template(template.name, form, template.options, template.tokenizer, template.spec, template.cutoff_len)
 
 
 def _join_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -276,28 +245,6 @@ def _message(message: ChatMessage, call_words: tuple[str, str], thought_words: t
         return Message("assistant", content)
     calls = [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in message.calls]
     return Message("function", content + call_words[0] + _json(calls) + call_words[1])
-
-
-@lru_cache(maxsize=8)
-def _template_variables(text: str) -> frozenset[str]:
-    """Return the names that a Jinja template reads and does not set."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-    return frozenset(meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", text))))
-
-
-_GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""Marks around the responses of a template, a tag of transformers."""
-
-
-def _literal(value: Any) -> str:
-    """Return a JSON value as a Jinja literal."""
-    if value is None:
-        return "none"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_json(key)}: {_literal(item)}" for key, item in value.items()) + "}"
-    return _json(value)  # Jinja does not join the two escaped surrogates of a character
 
 
 def _json(value: Any) -> str:
