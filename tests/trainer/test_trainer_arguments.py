@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import HfArgumentParser
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 import burnish
-from burnish import SFTConfig, TrainingArguments
+from burnish import RLOOConfig, SFTConfig, TrainingArguments
 from burnish.config.conversion import members
 from burnish.trainer.arguments.values import CHECKED_ELSEWHERE
 from trainer_run import arguments
@@ -361,6 +362,23 @@ def test_misspelled_argument_is_rejected_with_a_suggestion(options, meant, tmp_p
     with pytest.raises(TypeError) as result:
         TrainingArguments(str(tmp_path), **{options: "no"})
     assert str(result.value) == message
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (RLOOConfig, "loss_type", "It is an argument of CPOConfig, DPOConfig, GRPOConfig, KTOConfig, SFTConfig."),
+        (TrainingArguments, "predict_with_generate", "It is an argument of Seq2SeqTrainingArguments."),
+        (
+            TrainingArguments,
+            "max_length",
+            "It is an argument of CPOConfig, DPOConfig, GRPOConfig, KTOConfig, ORPOConfig and 3 more.",
+        ),
+    ],
+)
+def test_argument_of_another_config_is_rejected_with_its_name(kind, name, expected, tmp_path):
+    with pytest.raises(TypeError, match=re.escape(f"unexpected keyword argument '{name}'. {expected}")):
+        kind(str(tmp_path), **{name: 1})
 
 
 # --- arguments of another type ----------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from transformers.training_args import OptimizerNames, ParallelMode
 from transformers.training_args import TrainingArguments as Original
 from transformers.utils import logging
 
-from burnish.config.errors import did_you_mean
+import burnish
+from burnish.config.errors import did_you_mean, few
 from burnish.config.options import raise_if, specs
 from burnish.loop.schedule import warmup_steps_of
 from burnish.optim.builtin import OPTIMIZERS
@@ -66,13 +67,21 @@ class AcceptsOldNames(type):
         unknown = [name for name in renamed if name not in known]
         if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             what = f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}."
-            raise TypeError(f"{what}{did_you_mean(unknown[0], known)}")
+            others = _configs_with(unknown[0])
+            hint = f" It is an argument of {few(others, 5)}." if others else did_you_mean(unknown[0], known)
+            raise TypeError(f"{what}{hint}")
         return super().__call__(*args, **renamed)
 
     @property
     def __signature__(cls) -> inspect.Signature:
         parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
         return inspect.Signature(parameters[1:])
+
+
+def _configs_with(name: str) -> list[str]:
+    """Return the names of the configs of burnish that have an argument."""
+    configs = [kind for kind in burnish.__all__ if kind.endswith(("Config", "Arguments"))]
+    return [kind for kind in configs if name in inspect.signature(getattr(burnish, kind)).parameters]
 
 
 def _by_position(name: str, args: tuple[Any, ...]) -> dict[str, Any]:
