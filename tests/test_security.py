@@ -22,12 +22,26 @@ def test_every_security_promise_names_an_existing_test() -> None:
 
 @pytest.mark.run
 def test_trust_remote_code_is_recorded_in_log_and_card(user_folder: Path) -> None:
+    classes = {"auto_map": {"AutoImageProcessor": "code.Processor"}}
+    Path("model/preprocessor_config.json").write_text(json.dumps(classes), encoding="utf-8")
     assert cli.main(["train", "run.yaml", "max_steps=1", "trust_remote_code=true"]) == 0
     message = "trust_remote_code: Python code that comes with model may run with your permissions."
     assert message in Path("out/run.log").read_text(encoding="utf-8")
     assert "trust_remote_code: true" in Path("out/README.md").read_text(encoding="utf-8")
     assert cli.main(["train", "run.yaml", "max_steps=1", "output_dir=other"]) == 0
     assert "trust_remote_code" not in Path("other/run.log").read_text(encoding="utf-8")
+
+
+def test_trust_remote_code_is_not_reported_for_a_model_without_code(
+    user_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "run.yaml", "trust_remote_code=true"]) == 0
+    assert "may run with your permissions" not in "".join(read_output(capsys))
+    config = json.loads(Path("model/config.json").read_text(encoding="utf-8"))
+    own = {"auto_map": {"AutoTokenizer": ["tokens.Own", None]}}
+    Path("model/config.json").write_text(json.dumps({**config, **own}), encoding="utf-8")
+    cli.main(["explain", "run.yaml", "trust_remote_code=true"])
+    assert "may run with your permissions" in "".join(read_output(capsys))
 
 
 @pytest.mark.parametrize(

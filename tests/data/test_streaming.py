@@ -195,7 +195,7 @@ def test_cloud_store_file_is_not_streamed_and_names_the_remedy(tmp_path, run_opt
 def test_stream_without_trained_tokens_reports_the_reason(tmp_path, run_options, capsys):
     (tmp_path / "data.json").write_text(json.dumps([{**record, "output": ""} for record in records()]))
     assert run(run_options) == 2
-    assert "No examples are left to train on: dropped: " in capsys.readouterr().err
+    assert "no examples are left to train on.\n" in capsys.readouterr().err
 
 
 def test_idle_workers_are_reported(run_options, capsys):

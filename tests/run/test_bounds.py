@@ -314,7 +314,7 @@ def test_cutoff_len_is_suggested_only_for_truncated_examples(
     chat = [("human", "a"), ("gpt", "b"), ("human", "c")]
     write("data/rows.json", [{"conversations": [{"from": role, "value": text} for role, text in chat]}])
     err = run_error(capsys)
-    assert "No examples are left to train on" in err
+    assert "no examples are left to train on" in err
     assert "cutoff_len" not in err
 
 
@@ -325,7 +325,7 @@ def test_dataset_without_usable_records_stops_run_by_name(
     write("data/good.json", good)
     write("data/empty.json", [{**record, "output": ""} for record in good])
     options = ("dataset=data/good.json,data/empty.json", "on_empty_target=drop")
-    assert "empty: 0 of 4 examples are usable: dropped: all responses are empty." in run_error(capsys, *options)
+    assert "empty: no examples are usable.\n  Dropped: all responses are empty (4 of 4)." in run_error(capsys, *options)
     write("data/empty.json", [*good[:1], {**good[1], "output": ""}])
     assert cli.main(["explain", "run.yaml", *options]) == 0
 

@@ -102,11 +102,20 @@ class DataStats:
             f"{reason.rstrip('.')}: {count} of {self.seen} examples ({self._places(reason)})" for reason, count in self
         ]
 
-    def _places(self, reason: RecordReason) -> str:
+    def problems(self) -> list[str]:
+        """Return a line per reason, for an error: ``2 of 1000 examples dropped: all responses are empty (train.json,
+        records 17, 204)``."""
+        return [
+            f"{count} of {self.seen} examples {reason.kind}: "
+            f"{reason.removeprefix(f'{reason.kind}: ').rstrip('.')} ({self._places(reason, ', records ')})"
+            for reason, count in self
+        ]
+
+    def _places(self, reason: RecordReason, between: str = ": ") -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
         for source, number in sorted(self.records[reason])[:SHOWN]:
             by_source[source].append(number)
-        named = "; ".join(f"{source}: {', '.join(map(str, numbers))}" for source, numbers in by_source.items())
+        named = "; ".join(f"{source}{between}{', '.join(map(str, numbers))}" for source, numbers in by_source.items())
         return named + (", ..." if len(self.records[reason]) > SHOWN else "")
 
     def merge(self, other: DataStats) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from burnish.config.checks import check, notes
@@ -159,11 +160,22 @@ def check_norms(options: NormChoices) -> list[Problem]:
 @notes
 def remote_code_notes(options: ModelOptions) -> list[str]:
     """Log that custom code of the model may run."""
-    if not options.trust_remote_code:
+    if not options.trust_remote_code or _has_no_code(options.model_name_or_path):
         return []
     return [
         f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run with your permissions."
     ]
+
+
+def _has_no_code(name: str | None) -> bool:
+    """Return whether a model is a local folder in which no file names a class of its own (``auto_map``)."""
+    folder = Path(name or "").expanduser()
+    if not name or not folder.is_dir():
+        return False
+    try:
+        return not any(b'"auto_map"' in path.read_bytes() for path in folder.glob("*config.json"))
+    except OSError:
+        return False
 
 
 @notes

@@ -323,11 +323,12 @@ def nothing_to_learn(stats: DataStats, options: RunOptions, cutoff_len: int | No
             remedy="Set dataset to tokenize it into this folder, or set tokenized_path to that of an earlier run.",
             option="tokenized_path",
         )
-    reasons = "; ".join(stats.sentences()) or "the training set is empty"
+    reasons = "; ".join(stats.problems()) or "The training set is empty"
     needed = "" if cutoff_len is None else f" (99% of the examples have at most {cutoff_len:,} tokens)"
     return Problem(
-        f"No examples are left to train on: {reasons}.",
+        "no examples are left to train on.",
         where=", ".join(map(str, options.dataset or [])),
+        why=f"{reasons}.",
         remedy=" ".join(stats.remedies)
         or (f"Raise cutoff_len{needed}, or correct the data." if stats.has_truncated else "Correct the data."),
     )
@@ -349,8 +350,10 @@ def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) ->
     reasons = {name: stats.drop_reasons(examples) for name, examples in members.items()}
     return [
         Problem(
-            f"0 of {len(members[name]):,} examples are usable: {'; '.join(counted_reasons)}.",
+            "no examples are usable.",
             where=name,
+            why=f"Dropped: {'; '.join(reason.removeprefix('dropped: ').rstrip('.') for reason in counted_reasons)} "
+            f"({len(members[name]):,} of {len(members[name]):,}).",
             remedy=" ".join(stats.remedies) or "Correct the data, set a different template, or remove the dataset.",
         )
         for name, counted_reasons in reasons.items()

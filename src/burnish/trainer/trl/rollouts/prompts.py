@@ -106,8 +106,8 @@ def prompt_rows(
     if not usable:
         template: Any = objective.template
         room = f"{template.options.limit} tokens, the model's context less max_completion_length"
-        reasons = "; ".join(stats.sentences()).replace("cutoff_len", room)
-        raise UserError(f"The {name} dataset has no usable prompts: {reasons}.")
+        reasons = "; ".join(stats.problems()).replace("cutoff_len", room)
+        raise UserError(f"The {name} dataset has no usable prompts.", why=f"{reasons}.")
     if len(usable) < len(rows):
         dropped = f"{len(rows) - len(usable)} of {len(rows)} prompts of the {name} dataset were dropped"
         logger.warning(f"{dropped}: they are empty or too long.")
