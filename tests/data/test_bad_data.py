@@ -509,7 +509,7 @@ def test_unknown_role_is_rejected_with_known_ones():
 
 def test_media_are_rejected_by_text_only_model():
     path = write_data("a.json", [{**alpaca_record(1), "images": ["a.png"]}, {**alpaca_record(2), "images": []}])
-    assert '"images" is not empty, but burnish trains on text' in load_error(dataset=path)
+    assert 'contains images ("images"), but this stage supports text only' in load_error(dataset=path)
     assert len(load(dataset=path, on_bad_record="drop").train) == 1
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": "a.png"}]
     assert "image_url" in load_error(dataset=write_data("b.json", [openai_record(("user", parts), ("assistant", "a"))]))

@@ -311,6 +311,22 @@ def test_text_model_rejects_images_by_its_name(folder):
         read(bad(), folder, model_type="qwen2")
 
 
+@pytest.mark.parametrize("form", ["alpaca", "sharegpt", "parts", "filled"])
+def test_text_model_rejects_videos_by_its_name(folder, form):
+    record = {name: value for name, value in video_records(folder)[form].items() if name != "images"}
+    with pytest.raises(UserError, match=r'contains (videos .*"videos".*|image, video), but qwen2 supports text only'):
+        read(record, folder, model_type="qwen2")
+
+
+def test_media_without_placeholders_are_noted_by_their_kind(folder):
+    values = {"instruction": "What?", "output": "Red.", "videos": video_records(folder)["alpaca"]["videos"]}
+    needs = RecordNeeds(reader=MediaReader((folder,)))
+    layout = layout_of(DataSource("v", "records", [], "v.json"), [values], "v.json", needs)
+    convert_records([(values, "v.json", 1)], layout, DataStats())
+    assert 'no "<video>" in the text: videos are placed before the first user message' in layout.notes
+    assert not any("image" in note for note in layout.notes)
+
+
 @pytest.mark.parametrize("model_type", ["qwen2", ""])
 @pytest.mark.parametrize(
     "prompt", [{"instruction": "<image>Hi"}, {"prompt": [{"role": "user", "content": "<image>Hi"}]}]

@@ -58,6 +58,17 @@ def test_rows_with_videos_match_llamafactory(case, tmp_path):
         assert row["labels"] == case["labels"]
 
 
+def test_record_is_dropped_with_the_kind_that_its_chat_template_does_not_write(tmp_path):
+    case, result = next(case for case in CASES if case["family"] == "qwen2_5_vl"), family("qwen2_5_vl")
+    result.tokenizer.chat_template = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else "
+        "('<|image_pad|>' if p['type'] == 'image' else '') }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    template, stats = load_template(Options(), result.tokenizer, family=result), DataStats()
+    assert template.encode([example_of(case, tmp_path)], stats) == [None]
+    assert 'the template outputs "<|video_pad|>" 0 times for 1 video' in stats.sentences()[0]
+
+
 def without_times(result, ids):
     """Return the text of a row without the time after each frame. LLaMA-Factory's times are 0, since transformers 5 no
     longer returns them, and it omits "seconds" for GLM-4.6V."""

@@ -96,9 +96,13 @@ class Marks:
         refuses an image."""
         for image in images:
             self.family.check(image)
-        if len(kinds) != len(images):
-            raise BadImage(f'the template outputs "{self.family.mark}" {len(kinds)} times for {len(images)} images')
-        if kinds != ["video" if one.frames else "image" for one in images]:
+        given = ["video" if one.frames else "image" for one in images]
+        for kind, mark in (("image", self.family.mark), ("video", self.family.video_mark)):
+            written, needed = kinds.count(kind), given.count(kind)
+            if written != needed:
+                noun = kind if needed == 1 else f"{kind}s"
+                raise BadImage(f'the template outputs "{mark}" {written} times for {needed} {noun}')
+        if kinds != given:
             raise BadImage("the template outputs images and videos in a different order from that in the record")
 
     def _of(self, image: ImageFile, num_images: int) -> Ids:

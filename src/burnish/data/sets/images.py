@@ -35,7 +35,7 @@ KINDS = {
 _SOURCES = ("image", "image_url", "video", "video_url", "url", "path", "base64", "bytes")
 """Keys of a part that may hold its image or video."""
 ANIMATED = keep_reason("an image has several frames; only the first is used")
-IMAGES_BEFORE_TEXT = 'no "<image>" in the text: images are placed before the first user message'
+BEFORE_TEXT = 'no "{mark}" in the text: {kind}s are placed before the first user message'
 _IN_SYSTEM_MESSAGE = ("the system message contains an image.", "Move it to the first user message.")
 _AUDIO = ("audio", "input_audio", "audio_url")
 _MARK = re.compile("(<image>|<video>)")
@@ -47,8 +47,11 @@ def content_of(layout: Layout, content: Any, place: str) -> Content:
     A part without its own image is a ``ContentPart`` whose value is None until ``with_images`` fills it.
     """
     kinds = {_type(part) for part in content} if isinstance(content, list) else set()
-    if layout.reader is None or layout.reader.model_type or not kinds & {*KINDS, *_AUDIO}:
+    if layout.reader is None or not kinds & {*KINDS, *_AUDIO}:
         return as_text(content, place)
+    if layout.reader.model_type:
+        what = f'"{place}" contains {list_columns(sorted(kinds - {"text"}))}, but {layout.reader.model_type} supports '
+        raise BadRecord(f"{what}text only.", reason="it contains non-text content")
     return tuple(_part(layout.reader, part, f"{place}[{number}]") for number, part in enumerate(content))
 
 
@@ -148,7 +151,7 @@ def with_images(record: Record, example: Example) -> Example:
         if places[kind] != len(of_kind) and (has_parts or any(marks.values())):
             _refuse_count(kind, len(of_kind), places[kind], has_parts)
     if not has_parts and not any(marks.values()):
-        record.layout.notes[IMAGES_BEFORE_TEXT] = None
+        record.layout.notes |= {BEFORE_TEXT.format(mark=MARKS[kind], kind=kind): None for kind in found if found[kind]}
         messages = _before_first_user(example.messages, found)
     else:
         left = {kind: iter(of_kind) for kind, of_kind in found.items()}

@@ -141,17 +141,22 @@ class Record:
 
     def refuse_media(self) -> None:
         """Raise BadRecord if the record contains images, videos or audio that the model would not see."""
+        reader = self.layout.reader
+        supporting = f"{reader.model_type} supports" if reader else "this stage supports"
+        named = {self.layout.images: "images", self.layout.videos: "videos"}
         for column in self.layout.media:
             if self.values.get(column):
-                reader, is_images = self.layout.reader, column == self.layout.images
+                kind = named.get(column, "audio" if column.startswith("audio") else "media")
+                remedy = (
+                    f"{kind.capitalize()} require a model with a vision tower and a stage other than pt and rm. "
+                    if column in named
+                    else ""
+                )
+                part = kind if column in named else column
                 raise BadRecord(
-                    f'the record contains images ("{column}"), but {reader.model_type} supports text only.'
-                    if is_images and reader is not None
-                    else f'the column "{column}" is not empty, but burnish trains on text only.',
-                    "Images require a model with a vision tower and a stage other than pt and rm. To train on the text "
-                    'only, remove the column from the file, or leave "images" out of "columns".'
-                    if is_images
-                    else "To train on the text only, remove the column from the file.",
+                    f'the record contains {kind} ("{column}"), but {supporting} text only.',
+                    f"{remedy}To train on the text only, remove the column from the file, or leave "
+                    f'"{part}" out of "columns".',
                     reason="it contains non-text content",
                 )
 
@@ -223,7 +228,7 @@ def as_text(value: Any, column: str) -> str:
         others = sorted({str(part["type"]) for part in value} - {"text"})
         if others:
             raise BadRecord(
-                f'"{column}" contains {list_columns(others)}, but burnish trains on text only.',
+                f'"{column}" contains {list_columns(others)}, but only text is supported here.',
                 reason="it contains non-text content",
             )
         return "".join(as_text(part.get("text"), f"{column}.text") for part in value)
