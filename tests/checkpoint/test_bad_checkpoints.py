@@ -156,6 +156,23 @@ def test_optimizer_state_of_another_optimizer_is_rejected(
     assert cli.main(["train", "run.yaml", "resume_despite_changes=true", "optim=adamw_torch"]) == 0
 
 
+def test_later_checkpoints_of_an_earlier_attempt_are_noted(
+    stopped_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the note, the next start continues from another attempt's checkpoint."""
+    argv = ["train", "run.yaml", "max_train_seconds=0.001", "save_strategy=no"]
+    assert cli.main([*argv, "resume_from_checkpoint=out/checkpoint-2"]) == 124
+    out, _ = read_output(capsys)
+    assert "out also contains later checkpoints (checkpoint-4)." in out
+    assert "resuming from the latest checkpoint continues from checkpoint-4." in out
+    command = "burnish train out/run.yaml resume_from_checkpoint=out/checkpoint-3"
+    assert f"The checkpoint is out/checkpoint-3. To resume: {command}" in out
+    assert cli.main([*argv, "resume_from_checkpoint=out/checkpoint-4"]) == 124
+    out, _ = read_output(capsys)
+    assert "later checkpoints" not in out
+    assert "The checkpoint is out/checkpoint-5. To resume: burnish train out/run.yaml\n" in out
+
+
 def test_finished_run_is_not_mistaken_for_another(stopped_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R15, and the same folder with another seed."""
     assert cli.main(["train", "run.yaml"]) == 0

@@ -346,6 +346,15 @@ def test_transformers_checkpoint_without_optimizer_reports_reset_parts(tmp_path,
 # --- selection of the checkpoint --------------------------------------------------------------------------------------
 
 
+def test_later_checkpoints_are_reported(tmp_path, library_log):
+    make_trainer(tmp_path, **SAVED).train()
+    steps = sorted(int(path.name.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
+    make_trainer(tmp_path, **SAVED).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps[-1]}"))
+    assert "later checkpoints" not in library_log.text
+    make_trainer(tmp_path, **SAVED).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps[0]}"))
+    assert f"contains later checkpoints (checkpoint-{steps[1]}" in library_log.text
+
+
 def test_missing_checkpoint_is_reported(tmp_path):
     with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "bogus"))

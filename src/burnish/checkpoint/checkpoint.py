@@ -39,7 +39,7 @@ from burnish.checkpoint.shards import (
     write_shard,
 )
 from burnish.checkpoint.snapshot import copy_large, join, split
-from burnish.config.errors import Problem, UserError
+from burnish.config.errors import Problem, UserError, few
 from burnish.config.options import option
 from burnish.utils.files import remove
 from burnish.utils.json_files import write_json
@@ -421,6 +421,24 @@ def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
     if not (folder / f"{stem}.json").is_file():
         return tensors
     return join(tensors, json.loads((folder / f"{stem}.json").read_text(encoding="utf-8")))
+
+
+def later_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints next to ``folder`` that have more steps, in order."""
+    there = Checkpoints(folder.resolve().parent).all()
+    names = [path.name for path in there]
+    return there[names.index(folder.name) + 1 :] if folder.name in names else []
+
+
+def later_checkpoints_note(folder: Path) -> str:
+    """Return a sentence about the checkpoints of ``later_checkpoints``, "" if there are none."""
+    later = [path.name for path in later_checkpoints(folder)]
+    if not later:
+        return ""
+    return (
+        f"{folder.parent} also contains later checkpoints ({few(later)}). Until they are replaced, resuming from the "
+        f"latest checkpoint continues from {later[-1]}. Remove those of an abandoned attempt."
+    )
 
 
 def valid_checkpoints_beside(folder: Path) -> str:

@@ -21,7 +21,8 @@ import torch
 
 from burnish.adapters.base import ADAPTERS, ModelAdapter, ModelState, parameter_lines, parameters_without_embeddings
 from burnish.adapters.lora import learning_rates
-from burnish.checkpoint.checkpoint import Checkpoints, output_folder
+from burnish.checkpoint.checkpoint import Checkpoints, later_checkpoints, output_folder
+from burnish.checkpoint.manifest import integrity_errors
 from burnish.config.options import raise_if
 from burnish.config.secrets import mask_json
 from burnish.data.batches.batching import collator, packs_rows
@@ -172,7 +173,7 @@ def train_and_finish(
     if interrupt.exit_code is not None:
         if metadata is not None:
             metadata.record_stop(interrupt.exit_code)
-            for sentence in resume_instructions(folder):
+            for sentence in resume_instructions(loop.checkpoints):
                 note(sentence)
         return Result(output, folder, exit_code=interrupt.exit_code)
     metrics = finish(loop, plan, prepared, output)
@@ -180,12 +181,16 @@ def train_and_finish(
     return Result(output, folder, metrics, status_of(loop.checkpoints), commands)
 
 
-def resume_instructions(folder: Path) -> list[str]:
-    """Return the newest checkpoint of an interrupted run and the command that resumes it."""
-    newest, _ = Checkpoints(folder).newest()
-    if newest is None:
+def resume_instructions(checkpoints: Checkpoints) -> list[str]:
+    """Return the last checkpoint of an interrupted run, and the command that resumes from it."""
+    saved = None if checkpoints.last_step is None else checkpoints.path(checkpoints.last_step)
+    if saved is None or integrity_errors(saved):
+        saved, _ = checkpoints.newest()
+    if saved is None:
         return []
-    return [f"The checkpoint is {newest}. To resume: burnish train {shlex.quote(str(folder / RUN_YAML))}"]
+    command = ["burnish", "train", str(checkpoints.folder / RUN_YAML)]
+    command += [f"resume_from_checkpoint={saved}"] if later_checkpoints(saved) else []
+    return [f"The checkpoint is {saved}. To resume: {shlex.join(command)}"]
 
 
 def metadata_of(plan: Plan, parallel: Parallel, stats: DataStats) -> RunMetadata:

@@ -183,6 +183,8 @@ def requested_checkpoint(requested: str | bool | None, folder: str, args: Traini
         return None
     if not Path(requested).is_dir():
         raise ValueError(f"Can't find a valid checkpoint at {requested}")
+    if note := checkpoint.later_checkpoints_note(Path(requested)):
+        logger.warning(note)
     return Path(requested)
 
 

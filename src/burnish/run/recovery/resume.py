@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from burnish.checkpoint.checkpoint import Checkpoints, output_folder, valid_checkpoints_beside
+from burnish.checkpoint.checkpoint import (
+    Checkpoints,
+    later_checkpoints_note,
+    output_folder,
+    valid_checkpoints_beside,
+)
 from burnish.checkpoint.comparison import AFTER_THE_END, compare_fingerprints, compare_with_checkpoint
 from burnish.checkpoint.manifest import integrity_errors, read_manifest
 from burnish.config.errors import Problem, UserError
@@ -70,7 +75,9 @@ def checkpoint_to_resume(options: RunOptions) -> tuple[Path | None, list[str]]:
     if isinstance(requested, str):
         check_folder_below_roots(Path(requested))
         raise_if(check_checkpoint(Path(requested), checkpoints))
-        return Path(requested), []
+        is_own = Path(requested).resolve().parent == folder.resolve()
+        note = later_checkpoints_note(Path(requested)) if is_own else ""
+        return Path(requested), [note] if note else []
     if not is_resuming(options):
         return None, []
     newest, skipped = checkpoints.newest()
