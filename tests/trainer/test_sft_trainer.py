@@ -226,6 +226,9 @@ def test_batched_formatting_func_is_accepted_with_a_warning(tmp_path, caplog):
     assert "takes a batch and returns a list of texts is deprecated" in caplog.text
     with pytest.raises(UserError, match=r"must return the text of the example as a string\. Received: dict"):
         make(tmp_path, PAIRS, trainer={"formatting_func": dict}, **options)
+    in_list = {"formatting_func": lambda row: [f"{row['prompt']}->{row['completion']}"]}
+    with pytest.raises(UserError, match=r"must return the text of the example as a string\. Received: list"):
+        make(tmp_path, PAIRS, trainer=in_list, **options)
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])

@@ -150,11 +150,14 @@ class Formatting:
 
 
 def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
-    """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of one."""
+    """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of two.
+
+    A function of one example that returns a list would also return one text for a batch, with lists in it.
+    """
     if isinstance(_result_or_none(function, row), str):
         return False
-    returned = _result_or_none(function, _in_batch(row))
-    return isinstance(returned, list) and len(returned) == 1 and isinstance(returned[0], str)
+    returned = _result_or_none(function, _in_batch(row, size=2))
+    return isinstance(returned, list) and len(returned) == 2 and all(isinstance(text, str) for text in returned)
 
 
 def _result_or_none(function: Callable[[Any], Any], argument: Any) -> Any:
@@ -164,8 +167,8 @@ def _result_or_none(function: Callable[[Any], Any], argument: Any) -> Any:
         return None
 
 
-def _in_batch(row: Any) -> dict[str, list[Any]]:
-    return {name: [value] for name, value in row.items()}
+def _in_batch(row: Any, size: int = 1) -> dict[str, list[Any]]:
+    return {name: [value] * size for name, value in row.items()}
 
 
 @dataclass
