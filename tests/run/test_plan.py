@@ -145,8 +145,21 @@ def test_unused_eval_dataset_is_mentioned(tmp_path: Path) -> None:
     assert note.startswith("val_size: 0.1 is set, but the run never evaluates.")
     (note,) = plan(raw_options(tmp_path, eval_dataset="e")).notes
     assert note.startswith("eval_dataset is set, but the run never evaluates.")
+    assert note.endswith("or do_train: true and do_eval: true.")
+    assert not plan(raw_options(tmp_path, val_size="0.1", do_train="true", do_eval="true")).notes
     assert not plan(raw_options(tmp_path, val_size="0.1", eval_strategy="epoch")).notes
-    assert not plan(raw_options(tmp_path, val_size="0.1", do_predict="true")).notes
+    assert not plan(raw_options(tmp_path, val_size="0.1", do_train="false", do_predict="true")).notes
+
+
+@pytest.mark.parametrize("name", ["do_eval", "do_predict"])
+def test_run_that_does_not_train_is_mentioned_unless_requested(tmp_path: Path, name: str) -> None:
+    options = {"val_size": "0.1", "stage": "sft", name: "true"}
+    notes = plan(raw_options(tmp_path, **options)).notes
+    assert (
+        f"Nothing is trained, because {name} is set and do_train is not. To train as well, set do_train: true." in notes
+    )
+    for value in ("true", "false"):
+        assert not any("Nothing is trained" in n for n in plan(raw_options(tmp_path, do_train=value, **options)).notes)
 
 
 def test_plan_is_immutable(tmp_path: Path) -> None:

@@ -154,8 +154,17 @@ def evaluation_notes(options: RunOptions) -> list[str]:
     if not trains(options) or evaluates(options) or options.do_predict or options.eval_on_start:
         return []
     option = f"val_size: {options.val_size:g}" if options.val_size else "eval_dataset" if options.eval_dataset else ""
-    remedy = "Set eval_strategy: steps or epoch, or do_eval: true."
+    remedy = "Set eval_strategy: steps or epoch, or do_train: true and do_eval: true."
     return [f"{option} is set, but the run never evaluates. {remedy}"] if option else []
+
+
+@notes
+def no_training_notes(options: RunOptions) -> list[str]:
+    """Return a note if nothing is trained only because do_eval or do_predict is set."""
+    if options.do_train is not None or trains(options) or not options.dataset:
+        return []
+    name = "do_eval" if options.do_eval else "do_predict"
+    return [f"Nothing is trained, because {name} is set and do_train is not. To train as well, set do_train: true."]
 
 
 @check
