@@ -165,6 +165,15 @@ def test_iterable_dataset_is_repeated_until_max_steps(tmp_path):
         make_trainer(tmp_path, train=Rows())
 
 
+@pytest.mark.parametrize("max_steps", [-1, 2])
+@pytest.mark.parametrize(("count", "drops"), [(0, False), (0, True), (3, True)])
+def test_data_loader_without_batches_is_rejected(tmp_path, count, drops, max_steps):
+    options = {"per_device_train_batch_size": 4, "dataloader_drop_last": drops, "max_steps": max_steps}
+    with pytest.raises(ValueError, match="The training data loader has no batches") as caught:
+        make_trainer(tmp_path, train=points(count) if count else [], **options).train()
+    assert ("dataloader_drop_last" in str(caught.value)) is drops
+
+
 def test_empty_iterable_dataset_stops_with_a_warning(tmp_path):
     class EmptyStream(IterableDataset):
         def __iter__(self):

@@ -101,13 +101,20 @@ def steps_of_loader(loader: Any, args: TrainingArguments, accumulation: int, inn
         inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
     """
     batches = num_batches(loader)
-    if not batches and args.max_steps <= 0:
+    if batches == 0:
+        what = "The training data loader has no batches: `train_dataset` is empty"
+        remedy = "Pass a dataset with rows."
+        if args.dataloader_drop_last:
+            what += ", or has fewer rows than a batch, which `dataloader_drop_last` drops"
+            remedy = "Pass more rows, lower per_device_train_batch_size, or set dataloader_drop_last=False."
+        raise UserError(f"{what}.", remedy=remedy)
+    if batches is None and args.max_steps <= 0:
         raise ValueError(f"`max_steps` must be positive if the data loader has no length. Received: {args.max_steps}.")
     counted = StepOptions(
         per_device_train_batch_size=1, gradient_accumulation_steps=accumulation,
         num_train_epochs=args.num_train_epochs, max_steps=args.max_steps,
     )  # fmt: skip
-    return plan_steps(counted, batches or None, inner_steps=inner_steps)
+    return plan_steps(counted, batches, inner_steps=inner_steps)
 
 
 def plan_of(values: tuple[int, int, int, int, int, int | None, int], loader: Any) -> StepPlan:
