@@ -138,6 +138,7 @@ def test_forked_process_gets_its_own_worker_and_stale_responses_are_dropped(
             0
         ].text
 
+    _stop_worker()  # workers of other tests
     assert render_text("a") == "a"
     child = os.fork()
     if child == 0:

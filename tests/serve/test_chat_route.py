@@ -553,7 +553,7 @@ def test_pending_choices_of_another_request_do_not_reject_a_request(serve) -> No
 def test_request_waiting_for_rendering_of_others_times_out(serve, monkeypatch) -> None:
     monkeypatch.setattr("burnish.serve.api.app.PROMPT_WAIT_S", 0.2)
     running = serve()
-    running.state.prompts.submit(time.sleep, 0.6)
+    running.state.prompts.submit(10, time.sleep, 0.6)
     status, headers, text = send(running, "POST", "/v1/chat/completions", CHAT)
     assert (status, json.loads(text)["error"]["code"]) == (429, "queue_full")
     assert headers["retry-after"]

@@ -16,6 +16,8 @@ RENDERING_S, RENDERING_BYTES, LONGEST_RENDERING = 10.0, 2**30, 2**26
 million words takes 0.1 seconds."""
 SERVED_RENDERING_S = 2.0
 """The same limit in a server, where other requests wait for a rendering."""
+FIRST_RENDERING_S = 0.25
+"""The limit of the first attempt in a server. A rendering that exceeds it is repeated after those of other requests."""
 
 LONGEST_RECORD = 16_000_000
 """Maximum number of characters of a record, about ten books. Time and memory grow linearly: 1.5 s and 200 MB per

@@ -1,9 +1,10 @@
 """Worker process that renders chat templates, started by ``rendering.py``.
 
-It reads a JSON request per line from standard input and writes all replies to a request as one line. A rendering that
-exceeds its time limit ends the process: the kernel's timer also stops code that never returns to Python. Memory is
-limited by ``RLIMIT_AS``. Rendering uses transformers' ``apply_chat_template``, so the text is that of the installed
-version.
+It reads a JSON request per line from standard input and writes all replies to a request as one line. The process forks
+once its libraries are imported, and the child renders. A rendering that exceeds its time limit ends the child, because
+the kernel's timer also stops code that never returns to Python; the reply is then ``null``, and another child is
+forked. Memory is limited by ``RLIMIT_AS``. Rendering uses transformers' ``apply_chat_template``, so the text is that of
+the installed version.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, cast
 
 from burnish.config.bounds import LONGEST_RENDERING, RENDERING_BYTES
 
@@ -38,7 +40,7 @@ class _Characters(dict[str, Any]):
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Answer requests, in one process after another, until standard input ends."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # replies are not mixed with output of libraries
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -49,6 +51,29 @@ def main() -> None:
 
     tokenizer: Any = cast(Any, Plain)()
     _bound_memory()
+    while (status := _exit_status_of_fork(lambda: _answer_requests(tokenizer, replies))) == -signal.SIGALRM:
+        replies.write(b"null\n")
+        replies.flush()
+    if status < 0:
+        os.kill(os.getpid(), -status)  # end as the child did
+    sys.exit(abs(status))
+
+
+def _exit_status_of_fork(work: Callable[[], None]) -> int:
+    """Run ``work`` in a forked process and return its exit status, or minus the signal that ended it."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _answer_requests(tokenizer: Any, replies: IO[bytes]) -> None:
+    """Answer requests until standard input ends."""
     for line in sys.stdin.buffer:
         request = json.loads(line)
         found = [_answer(tokenizer, request, *job) for job in _jobs(request)]

@@ -3,7 +3,7 @@
 A chat template is a program from an untrusted source. Jinja's sandbox protects files, but limits neither time nor
 memory, and a looping thread cannot be stopped. Each process therefore renders in worker processes
 (``render_worker.py``): one that starts with the first rendering, and more if several threads render at the same time.
-A worker ends itself if a rendering exceeds its time or memory.
+A worker ends a rendering that exceeds its time or memory.
 burnish's named templates are data rather than programs and are rendered in the main process (``slots.py``).
 
     (found,) = render(tokenizer, [Conversation(chat)])
@@ -22,7 +22,7 @@ import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -36,6 +36,10 @@ _REMEDY = "Correct the template, or set a different one."
 
 class UnreadableTemplate(ValueError):
     """Raised if the chat template cannot render a conversation. The message completes a sentence "dropped: ..."."""
+
+
+class RenderingTimeout(UserError):
+    """Raised if a rendering exceeds its time limit."""
 
 
 Part: TypeAlias = "tuple[int | None, bool]"
@@ -85,7 +89,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
         conversations: inputs of the template.
         template: Jinja text. Default: the tokenizer's own template.
     Raises:
-        UserError: if a rendering exceeds its time limit.
+        RenderingTimeout: if a rendering exceeds its time limit.
     """
     named = [tokenizer.get_chat_template(template, each.tools) for each in conversations]
     templates = sorted(set(named))
@@ -99,7 +103,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation], template: str 
     replies = _workers.ask(json.dumps(request, default=_placeholder).encode() + b"\n")
     if replies is None:
         what = f"the chat template took more than {_workers.limit_s:g} s to render one conversation."
-        raise UserError(what, why="It may contain nested loops.", remedy=_REMEDY)
+        raise RenderingTimeout(what, why="It may contain nested loops.", remedy=_REMEDY)
     return [_rendering(reply) for reply in replies]
 
 
@@ -260,17 +264,17 @@ class _Workers:
             except BrokenPipeError:
                 line = b""
             except BaseException:  # interrupted: a later request must not read the reply to this one
-                process.kill()
+                _kill(process)
                 raise
             if not line.endswith(b"\n"):
                 status = _exit_status(process)
                 self.processes.remove(process)
-                if status in (-signal.SIGALRM, -signal.SIGKILL):
+                if status == -signal.SIGKILL:
                     return None
                 what = f"the process that renders chat templates ended with exit status {status}."
                 raise UserError(what, why="Its error is printed above.")
             self._idle.append(process)
-            replies: list[dict[str, Any]] = json.loads(line)
+            replies: list[dict[str, Any]] | None = json.loads(line)
             return replies
 
     def _take(self) -> subprocess.Popen[bytes]:
@@ -296,7 +300,7 @@ class _Workers:
 
     def stop(self) -> None:
         for process in list(self.processes):
-            process.kill()
+            _kill(process)
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> int:
@@ -304,8 +308,15 @@ def _exit_status(process: subprocess.Popen[bytes]) -> int:
     try:
         return process.wait(10)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         return process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker with the process that it has forked."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _start() -> subprocess.Popen[bytes]:

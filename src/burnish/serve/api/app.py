@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,8 +22,8 @@ from starlette.types import ASGIApp
 
 from burnish.serve.api.body import read
 from burnish.serve.api.image_access import ImageAccess
-from burnish.serve.api.metrics import ServerMetrics
 from burnish.serve.api.options import ApiOptions
+from burnish.serve.api.prompt_queue import PromptQueue
 from burnish.serve.api.requests import (
     AnyRequest,
     ChatRequest,
@@ -41,6 +41,7 @@ from burnish.serve.http.errors import APIError, openai_error
 from burnish.serve.http.guards import Guard, Rules, bearer, with_and_without_prefix
 from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_loopback
 from burnish.serve.http.json_response import Json
+from burnish.serve.http.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from burnish.serve.api.completions import CompletionService, RequestStats
@@ -73,7 +74,7 @@ class ServerState:
         models: entries of ``/v1/models``.
         versions: content of ``/version``.
         metrics: counters for ``/metrics``.
-        prompts: single thread that tokenizes prompts.
+        prompts: single thread that renders and tokenizes prompts.
         opening: threads that fetch images.
     """
 
@@ -83,7 +84,7 @@ class ServerState:
     models: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
-    prompts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "burnish-prompts"))
+    prompts: PromptQueue = field(default_factory=PromptQueue)
     opening: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "burnish-images"))
 
     def ready(self) -> CompletionService:
@@ -197,24 +198,16 @@ class Routes:
     async def _in_order(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run in the single tokenization thread. Streams continue meanwhile, and templates are used by one thread
         only. Raises APIError 429 after ``PROMPT_WAIT_S`` in its queue."""
-        begun_s, service = time.monotonic(), self.state.service
+        service = self.state.service
         scores = service is not None and service.served.scorer is not None  # its forward passes are in the same queue
         patience_s = self.options.api_timeout if scores else PROMPT_WAIT_S
+        return await self._result(lambda: self.state.prompts.submit(patience_s, function, *arguments))
 
-        def run() -> Any:
-            if time.monotonic() - begun_s > patience_s:
-                from burnish.serve.api.responses import queue_full
-
-                raise queue_full(patience_s)
-            return function(*arguments)
-
-        return await self._in_threads(self.state.prompts, run)
-
-    async def _in_threads(self, threads: ThreadPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function in a pool of threads. Raises APIError 503 if the server shuts down before it is called."""
+    async def _result(self, submit: Callable[[], Future[Any]]) -> Any:
+        """Await work in another thread. Raises APIError 503 if the server shuts down before it begins."""
         self.state.ready()
         try:
-            return await asyncio.wrap_future(threads.submit(function, *arguments))
+            return await asyncio.wrap_future(submit())
         except asyncio.CancelledError:
             self.state.ready()  # raises 503 if the server is shutting down
             raise
@@ -223,7 +216,9 @@ class Routes:
         """Return the request with the images that it names by URL or path included."""
         if not self.images.needs(request_body):
             return request_body
-        loaded: ChatRequest = await self._in_threads(self.state.opening, self.images.load_images, request_body)
+        loaded: ChatRequest = await self._result(
+            lambda: self.state.opening.submit(self.images.load_images, request_body)
+        )
         return loaded
 
     def _headers(self, ignored: tuple[str, ...]) -> dict[str, str]:

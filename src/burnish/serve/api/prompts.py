@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from burnish.data.chat.chat_template import JinjaFormat
+from burnish.data.chat.rendering import RenderingTimeout
 from burnish.data.chat.rows import Template
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.images.image_file import MAX_PIXELS, BadImage, ImageFile
@@ -23,6 +24,7 @@ from burnish.inference.images.reading import ImageReader
 from burnish.loop.types import ContentPart, Example, Message, Row
 from burnish.serve.api.image_access import access_disabled_error
 from burnish.serve.api.messages import ChatMessage, ImageUrl, TextPart
+from burnish.serve.api.prompt_queue import SlowRendering
 from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 
@@ -79,7 +81,8 @@ class Prompter:
 
     def _unwritable(self, error: Exception) -> APIError:
         message = f"The chat template ({self.template.name}) cannot render the conversation: {_first_line(error)}"
-        return APIError(400, "invalid_value", message, param="messages")
+        kind = SlowRendering if isinstance(error, RenderingTimeout) else APIError
+        return kind(400, "invalid_value", message, param="messages")
 
     def example(self, request: ChatRequest) -> Example:
         """Return the conversation as an example, like a record of training data."""
