@@ -86,6 +86,14 @@ def test_invalid_field_is_named(changes, code, param) -> None:
     assert param in result.message
 
 
+@pytest.mark.parametrize("arguments", ["{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": -Infinity}'])
+def test_arguments_of_a_call_are_a_json_object(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    result = request_error({"messages": [{"role": "assistant", "tool_calls": [call]}, CHAT["messages"][0]]})
+    assert result.param == "messages[0].tool_calls[0].function.arguments"
+    assert "must be a JSON object as a string" in result.message
+
+
 def test_all_problems_of_a_body_are_in_one_message() -> None:
     result = request_error({"temperature": 3, "n": 0, "stop": "", "messages": [{"role": "user", "content": 1}]})
     for param in ("temperature", '"n"', '"stop"', "messages[0].content"):

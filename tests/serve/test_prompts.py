@@ -46,6 +46,13 @@ def test_joined_responses_keep_the_reasoning_of_each() -> None:
     assert "<think>\nbecause a\n\nbecause b\n</think>\n\na\n\nb<|im_end|>" in text
 
 
+@pytest.mark.parametrize("second", ["system", "developer"])
+def test_leading_system_messages_are_joined(second: str) -> None:
+    system = [{"role": "system", "content": "Be brief."}, {"role": second, "content": "Be kind."}]
+    text = prompt_text(name="qwen3", messages=[*system, QUESTION])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>")
+
+
 def test_reasoning_of_a_response_to_continue_is_not_dropped_silently() -> None:
     response = {"role": "assistant", "content": "abc"}
     options = {"name": "qwen3", "continue_final_message": True}

@@ -7,7 +7,7 @@ parameters that a template could not list.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, model_validator
 
@@ -58,13 +58,22 @@ def _arguments_as_json(value: Any) -> Any:
     """Return an object as JSON text. Some clients send the object itself."""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    try:
-        is_object = not isinstance(value, str) or isinstance(json.loads(value or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+    if isinstance(value, str) and not _is_json_object(value or "{}"):
         raise problem("invalid_value", f"must be a JSON object as a string. Received: {format_value(value)}.")
     return value or "{}"
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False).encode()  # a ValueError for an unpaired surrogate
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")
 
 
 class CalledFunction(Body):

@@ -94,12 +94,12 @@ class Prompter:
                 "the model with a template that does."
             )
             raise APIError(400, "unsupported_parameter", message, param="tools")
+        if self.template.spec is not None:
+            messages = _join_messages(messages)
         system = None
         if messages and messages[0].role in ("system", "developer"):
             system, messages = messages[0].text, messages[1:]
         images = self._images(request.messages)
-        if self.template.spec is not None:
-            messages = _join_messages(messages)
         markers = self.template.spec.tool_call_words if self.template.spec else TemplateSpec.tool_call_words
         thoughts = self.template.spec.thought_words if self.template.spec else TemplateSpec.thought_words
         written = tuple(
@@ -211,7 +211,7 @@ def _join_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     found: list[ChatMessage] = []
     for message in messages:
         has_images = bool(message.parts or (found and found[-1].parts))
-        is_alike = bool(found) and found[-1].role == message.role != "tool"
+        is_alike = bool(found) and _role(found[-1]) == _role(message) != "tool"
         if is_alike and has_images:
             between = [TextPart(type="text", text="\n\n")]
             found[-1] = found[-1].model_copy(update={"content": [*_parts(found[-1]), *between, *_parts(message)]})
@@ -222,6 +222,11 @@ def _join_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         else:
             found.append(message)
     return found
+
+
+def _role(message: ChatMessage) -> str:
+    """Return the role of a message in templates; developer is OpenAI's newer name of system."""
+    return "system" if message.role == "developer" else message.role
 
 
 def _content(message: ChatMessage, images: Mapping[int, ImageFile]) -> tuple[ContentPart, ...]:
