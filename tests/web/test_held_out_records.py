@@ -13,6 +13,7 @@ from burnish.config.errors import UserError
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Message
+from burnish.serve.page import planner_process
 from burnish.serve.page.planner_process import held_out_example, question_of
 
 DEMO = Path(burnish.__file__).parent / "demo"
@@ -38,10 +39,42 @@ def test_record_is_one_that_the_run_holds_out() -> None:
 def test_missing_held_out_record_is_rejected() -> None:
     with pytest.raises(UserError, match="val_size"):
         held_out_example({**VALUES, "val_size": "0"})
-    with pytest.raises(UserError, match="between 1 and 5"):
-        held_out_example(VALUES, 6)
+    for number in (0, 6):
+        with pytest.raises(UserError, match="between 1 and 5"):
+            held_out_example(VALUES, number)
     with pytest.raises(UserError, match="without a prompt"):
         question_of(Example(text="Once upon a time", source="a.txt", number=1))
+
+
+def test_training_data_is_read_only_for_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = planner_process.load_datasets
+
+    def load(options, *arguments, **settings):
+        read.append(f"{options.dataset} {options.eval_dataset}")
+        return original(options, *arguments, **settings)
+
+    monkeypatch.setattr(planner_process, "load_datasets", load)
+    with pytest.raises(UserError, match="val_size"):
+        held_out_example({**VALUES, "val_size": "0"})
+    assert read == []
+    result = held_out_example({**VALUES, "val_size": "0", "eval_dataset": "demo_heldout"}, 1)
+    assert result["place"].endswith("heldout.jsonl, record 1")
+    assert read == ["None ['demo_heldout']"]
+
+
+def test_records_are_read_again_only_if_a_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"instruction": f"q{number}", "output": "a"}) for number in range(10)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    values = {**VALUES, "dataset": str(data), "val_size": "2"}
+    first = held_out_example(values, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(planner_process, "load_datasets", None)
+        assert held_out_example(values, 1) == first
+        assert held_out_example(values, 2)["user"] != first["user"]
+    data.write_text("\n".join(lines).replace("q", "Q"), encoding="utf-8")
+    assert held_out_example(values, 1)["user"] == first["user"].replace("q", "Q")
 
 
 def test_conversation_with_calls_is_truncated_before_its_last_response() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TextIO, get_origin
@@ -171,17 +172,56 @@ def held_out_example(values: Mapping[str, Any], number: int | None = None) -> di
     Raises:
         UserError: if the run has no validation set, or the record has no prompt.
     """
-    options = plan({name: RawValue(value, "") for name, value in values.items()}).options
-    sets = load_datasets(options, options.seed, DataStats(), needs=record_needs(options))
-    records = list(chain.from_iterable(sets.eval.values()))
+    records = _validation_examples(json.dumps(values, sort_keys=True))
     if not records:
-        why = "Set val_size or eval_dataset."
-        raise UserError("The run has no validation examples.", remedy=why)
-    chosen = number or random.randrange(len(records)) + 1  # noqa: S311  (a record to look at)
+        raise UserError("The run has no validation examples.", remedy="Set val_size or eval_dataset.")
+    chosen = random.randrange(len(records)) + 1 if number is None else number  # noqa: S311  (a record to look at)
     if not 1 <= chosen <= len(records):
         raise UserError(f"The number of a validation example must be between 1 and {len(records)}. Received: {chosen}.")
     record = records[chosen - 1]
     return {**question_of(record), "number": chosen, "of": len(records), "place": record.place}
+
+
+def _validation_examples(values: str) -> Sequence[Example]:
+    """Return the validation examples of a run, and keep those of the last run while its files do not change.
+
+    Training data is read only if the examples are split off from it.
+
+    Args:
+        values: option values as JSON text.
+    """
+    if _kept.values == values and _kept.files == {path: _file_state(path) for path in _kept.files}:
+        return _kept.examples
+    options = plan({name: RawValue(value, "") for name, value in json.loads(values).items()}).options
+    if not options.val_size and not options.eval_dataset:
+        return []
+    read = options if options.val_size else replace(options, dataset=None)
+    sets = load_datasets(read, options.seed, DataStats(), needs=record_needs(options))
+    _kept.values, _kept.examples = values, list(chain.from_iterable(sets.eval.values()))
+    files = {Path(example.source) for example in chain(sets.train, _kept.examples)}
+    _kept.files = {path: _file_state(path) for path in files | {file.parent for file in files}}
+    return _kept.examples
+
+
+@dataclass
+class _KeptExamples:
+    """The validation examples that were loaded last, and the states of the files that they were loaded from."""
+
+    values: str = ""
+    files: Mapping[Path, tuple[int, int] | None] = field(default_factory=dict)
+    examples: Sequence[Example] = ()
+
+
+_kept = _KeptExamples()
+
+
+def _file_state(path: Path) -> tuple[int, int] | None:
+    """Return modification time and size of a file, None if it does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def question_of(record: Example) -> dict[str, Any]:
