@@ -168,6 +168,17 @@ def test_long_code_block_is_highlighted_after_its_end(visitor, requests) -> None
     assert (at_end, is_complete) == (3000, True)
 
 
+def test_code_of_a_truncated_response_is_highlighted(visitor, requests) -> None:
+    body = chunks({"content": "```py\n" + "x = 12  # comment\n" * 500})
+    visitor.route(
+        "**/api/chat/*", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)
+    )
+    visitor.fill("#message", "Write.")
+    visitor.click("#send")
+    visitor.wait_for_selector("#stop-response", state="hidden")
+    assert visitor.locator('.side[data-side="0"] .turn.assistant code span').count() == 1000
+
+
 def test_tokens_that_arrive_together_are_drawn_together(visitor, requests) -> None:
     deltas = [{"content": "word "} for _ in range(500)]
     visitor.route("**/api/chat/*", lambda route: route.fulfill(

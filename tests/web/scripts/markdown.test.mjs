@@ -50,6 +50,12 @@ test("code may be unfinished, empty, or contain shorter fences", () => {
   assert.deepEqual(parse("````\n```\na\n```\n````"), [{ kind: "code", language: "", text: "```\na\n```" }]);
   assert.deepEqual(parse("a ```b``` c"), [text("a ```b``` c")]);
 });
+test("code of a whole text has ended, also inside lists and quotes", () => {
+  for (const text of ["```\na", "- a\n  ```\n  b", "> ```\n> a", "1. > - ```\n        a"]) {
+    assert.match(JSON.stringify(parse(text)), /"isOpen":true/);
+    assert.equal(JSON.stringify(parse(text, true)), JSON.stringify(parse(text)).replace(',"isOpen":true', ""));
+  }
+});
 test("deep nesting ends in text, and long texts take little time", () => {
   assert.doesNotThrow(() => parse(">".repeat(100_000)));
   assert.doesNotThrow(() => parse(Array.from({ length: 500 }, (_, depth) => `${" ".repeat(2 * depth)}- a`).join("\n")));

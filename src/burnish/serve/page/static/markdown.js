@@ -4,7 +4,7 @@
 /**
  * @typedef {{kind: "text" | "heading", text: string}
  *   | {kind: "rule"}
- *   | {kind: "code", language: string, text: string, isOpen?: true}
+ *   | {kind: "code", language: string, text: string, isOpen?: boolean}
  *   | {kind: "table", head: string[], rows: string[][]}
  *   | {kind: "quote", blocks: Block[]}
  *   | {kind: "list", start: number | null, items: Block[][]}} Block
@@ -43,14 +43,21 @@ const cellsOf = (/** @type {string} */ line) =>
     .split("|")
     .map((cell) => cell.trim());
 
-/** Parse a text. @param {string} text @returns {Block[]} */
-export function parse(text) {
+/** Parse a text, which may still be written unless `isWhole`. @param {string} text @param {boolean} [isWhole] */
+export function parse(text, isWhole = false) {
   let isCode = false; // tabs in code are kept
   const lines = text.split("\n").map((line) => {
     if (FENCE.test(line.trimStart())) isCode = !isCode;
     return isCode ? line : line.replaceAll("\t", "    ");
   });
-  return blocks(lines, 0);
+  const found = blocks(lines, 0);
+  return isWhole ? found.map(ended) : found;
+}
+/** The same block without open code: no more text follows. @param {Block} block @returns {Block} */
+function ended(block) {
+  if (block.kind === "code") return { ...block, isOpen: undefined };
+  if (block.kind === "quote") return { ...block, blocks: block.blocks.map(ended) };
+  return block.kind === "list" ? { ...block, items: block.items.map((item) => item.map(ended)) } : block;
 }
 
 /** @param {string[]} lines @param {number} depth @returns {Block[]} */

@@ -96,9 +96,9 @@ function node(block, old) {
 /** What must be equal for two blocks to share a node. @param {any} block @returns {string} */
 const kindOf = ({ kind, language, head, start }) => JSON.stringify([kind, language, head, start]);
 /** Render a text. @param {string} text */
-export const nodes = (text) => parse(text).map((block) => node(block));
+export const nodes = (text) => parse(text, true).map((block) => node(block));
 /**
  * Show a text that is being written: what did not change keeps its nodes, and a selection in them.
- * @param {any} place a node without other children @param {string} text
+ * @param {any} place a node without other children @param {string} text @param {boolean} isWhole no text follows
  */
-export const update = (place, text) => show(place, parse(text), node, kindOf);
+export const update = (place, text, isWhole) => show(place, parse(text, isWhole), node, kindOf);

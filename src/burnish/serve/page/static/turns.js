@@ -61,7 +61,7 @@ function callNode(call, one, onResult) {
  */
 export function fill(node, one, onResult) {
   for (const extra of node.extras) extra.remove();
-  update(node.text, one.text);
+  update(node.text, one.text, Boolean(one.figures));
   node.extras = (one.calls ?? []).flatMap((/** @type {any} */ call) => callNode(call, one, onResult));
   if (!one.figures && !one.text && !one.reasoning)
     node.extras.unshift(el("span", { class: "typing", role: "img", "aria-label": t("writing") }));
