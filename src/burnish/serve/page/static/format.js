@@ -63,7 +63,7 @@ export const clock = (seconds, language) => {
     ? time.toLocaleTimeString(language)
     : time.toLocaleString(language);
 };
-/** The help of an option, with its unit unless the help names it. @param {{help: string, unit?: string}} option */
+/** The help of an option, with its unit unless the help names it. @param {Record<string, any>} option */
 export const helpOf = ({ help, unit }) =>
   !unit || help.match(/[\w'-]+/g)?.includes(unit) ? help : `${help} (${unit})`;
 /** "3 hours ago". @param {number} seconds since 1970 @param {string} [language] @param {number} [now] */
