@@ -170,9 +170,7 @@ def test_long_code_block_is_highlighted_after_its_end(visitor, requests) -> None
 
 def test_code_of_a_truncated_response_is_highlighted(visitor, requests) -> None:
     body = chunks({"content": "```py\n" + "x = 12  # comment\n" * 500})
-    visitor.route(
-        "**/api/chat/*", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)
-    )
+    visitor.route("**/api/chat/*", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body))
     visitor.fill("#message", "Write.")
     visitor.click("#send")
     visitor.wait_for_selector("#stop-response", state="hidden")

@@ -110,6 +110,25 @@ def test_origin_allowed_by_the_operator_is_accepted(serve) -> None:
     assert (status, headers["access-control-allow-origin"]) == (401, "https://chat.example.org")
 
 
+@pytest.mark.parametrize(
+    ("requested", "allowed"),
+    [
+        ("authorization,content-type,x-stainless-lang", "authorization,content-type,x-stainless-lang"),
+        ("x-a, x-b", "x-a, x-b"),
+        ("", "authorization, content-type"),
+        ("x-a\u00e9, (b)", "authorization, content-type"),
+    ],
+)
+def test_preflight_allows_the_headers_of_openai_javascript_client(serve, requested: str, allowed: str) -> None:
+    options = {
+        "Origin": "https://chat.example.org", "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": requested,
+    }  # fmt: skip
+    running = serve(api_origins=["https://chat.example.org"])
+    _, headers, _ = send(running, "OPTIONS", "/v1/chat/completions", headers=options)
+    assert headers["access-control-allow-headers"] == allowed
+
+
 @pytest.mark.parametrize("spelling", ["https://chat.example.org/", "https://Chat.Example.org"])
 def test_allowed_origin_may_be_written_as_a_url(serve, spelling) -> None:
     assert not check_api(ApiOptions(api_origins=[spelling]))

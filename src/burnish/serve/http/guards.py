@@ -35,11 +35,11 @@ from burnish.serve.http.json_response import Json
 MOST_HEADERS, MOST_HEADER_BYTES = 64, 16 * 1024
 STATE_CHANGING_METHODS = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 _CORS = {
-    "access-control-allow-headers": "authorization, content-type",
     "access-control-allow-methods": "GET, POST",
     "access-control-expose-headers": "x-request-id, x-burnish-ignored, retry-after",
     "vary": "origin",
 }
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+(?:, ?[A-Za-z0-9-]+)*")
 _DISCARD_BODY_STATUSES = frozenset({401, 404, 405, 413, 415, 503})
 MOST_DISCARDED = 32 * 2**20
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -79,6 +79,15 @@ def single_header(request: Request, name: str) -> str | None:
     if len(values) > 1:
         raise APIError(400, "invalid_value", f'The header "{name}" must appear at most once. Received: {len(values)}.')
     return values[0] if values else None
+
+
+def allowed_header_names(request: Request) -> str:
+    """Return the header names that a page of an allowed origin may send: all that its browser asks for.
+
+    OpenAI's JavaScript client sends more than ten headers of its own.
+    """
+    requested = request.headers.get("access-control-request-headers", "")
+    return requested if _HEADER_NAMES.fullmatch(requested) else "authorization, content-type"
 
 
 def new_key() -> str:
@@ -164,6 +173,7 @@ class Guard:
         origin = check_origin(request, host, self.rules)
         if origin is not None:  # so that the page may read the response, including errors
             answer.headers |= {"access-control-allow-origin": origin, **_CORS}
+            answer.headers["access-control-allow-headers"] = allowed_header_names(request)
         if request.method != "OPTIONS" or origin is None:  # browsers send no key with a preflight request
             self.authenticate(request)
         length = single_header(request, "content-length")
