@@ -165,6 +165,27 @@ def test_unknown_fields_are_named_and_rejected_by_strict_server(serve) -> None:
     assert (status, body["error"]["param"]) == (400, "tempratur")
 
 
+def test_unknown_fields_of_messages_and_other_objects_are_named(serve) -> None:
+    asked = {"role": "user", "content": "a", "name": "Ada"}
+    call = {"id": "c", "function": {"name": "f", "arguments": "{}", "output": 1}}
+    replies = [
+        {"role": "assistant", "content": "b", "function_call": {"name": "f"}, "annotations": [], "audio": None},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    odd = {
+        "messages": [asked, replies[0], asked, replies[1], asked], "response_format": {"type": "text", "schema": {}},
+        "stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False, "x": 1},
+    }  # fmt: skip
+    status, headers, _ = send(serve(), "POST", "/v1/chat/completions", {**CHAT, **odd})
+    assert status == 200
+    assert sorted(headers["x-burnish-ignored"].split(", ")) == [
+        "messages.function_call", "messages.name", "messages.tool_calls.function.output", "response_format.schema",
+        "stream_options.x",
+    ]  # fmt: skip
+    status, body = post(serve(api_strict=True), "/v1/chat/completions", {**CHAT, "messages": [asked]})
+    assert (status, body["error"]["param"]) == (400, "messages.name")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

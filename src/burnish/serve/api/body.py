@@ -5,7 +5,7 @@ An ``APIError`` names the path of each problem (``messages[3].content``). A fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, ValidationError, model_validator
@@ -60,6 +60,16 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
         return kind.model_validate(body)
     except ValidationError as error:
         raise combine_errors([_api_error_of(found) for found in error.errors(include_url=False)]) from error
+
+
+def unknown_fields(body: Body, within: str = "") -> Iterator[str]:
+    """Yield the names of fields that are not declared, such as ``messages.name``, also in nested objects."""
+    yield from (f"{within}{name}" for name in body.model_extra or ())
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Body):
+                yield from unknown_fields(each, f"{within}{field.alias or name}.")
 
 
 def combine_errors(problems: Sequence[APIError]) -> APIError:

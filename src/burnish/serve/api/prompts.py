@@ -90,8 +90,8 @@ class Prompter:
         tools = _json(request.offered) if request.offered else ""
         if tools and not self.shows_tools:
             message = (
-                f"The template {self.template.name} does not support tools: remove tools from the request, or serve "
-                "the model with a template that does."
+                f"The chat template ({self.template.name}) does not support tools: remove tools from the request, "
+                "or serve the model with a template that does."
             )
             raise APIError(400, "unsupported_parameter", message, param="tools")
         if self.template.spec is not None:

@@ -26,13 +26,14 @@ from burnish.serve.api.body import (
     format_value,
     problem,
     read,
+    unknown_fields,
 )
 from burnish.serve.api.messages import MOST_IMAGES, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, ChatMessage, NamedTool, Tool
 from burnish.serve.http.errors import APIError
 
 WITHOUT_EFFECT = frozenset((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "verbosity", "moderation",
+    "prompt_cache_options", "verbosity", "moderation", "messages.annotations", "stream_options.include_obfuscation",
 ))  # fmt: skip
 UNSUPPORTED = {
     "functions": 'Use "tools".',
@@ -40,24 +41,15 @@ UNSUPPORTED = {
     "audio": "burnish returns text only.",
     "prediction": "Remove it.",
     "web_search_options": "burnish does not access the network for a request.",
-    **dict.fromkeys(
-        (
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "structured_outputs",
-            "json_schema",
-            "regex",
-            "ebnf",
-        ),
-        'Use "response_format".',
-    ),
+    **dict.fromkeys((
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema", "regex",
+        "ebnf",
+    ), 'Use "response_format".'),
     "allowed_token_ids": 'Use "logit_bias".',
     "bad_words": 'Use "logit_bias".',
     "chat_template": "Set the template when you start the server.",
     "documents": "Add their text to a message.",
-}
+}  # fmt: skip
 """Fields of OpenAI, vLLM and SGLang that would change the response -> an alternative."""
 MOST_STOPS, MOST_BIASES, MOST_LOGPROBS, MOST_PROMPTS, MOST_IDS = 16, 1024, 20, 64, 2**18
 COMPLETION_TOKENS = 16
@@ -154,8 +146,9 @@ class BaseRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Names of unknown fields."""
-        return tuple(name for name in self.model_extra or () if name not in WITHOUT_EFFECT)
+        """Names of unknown fields, also of those in messages. Tools are part of the prompt with all their fields."""
+        unknown = (name for name in unknown_fields(self) if not name.startswith("tools."))
+        return tuple(name for name in dict.fromkeys(unknown) if name not in WITHOUT_EFFECT)
 
     def problems(self, most_choices: int) -> Iterator[APIError]:
         """Yield problems that involve several fields."""
