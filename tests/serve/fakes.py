@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
 from burnish.config.errors import Problem, UserError
@@ -191,8 +191,11 @@ class FakeServed:
     def chat_prompt(self, request: ChatRequest) -> list[int]:
         return list("".join(f"{message.role}:{message.text}\n" for message in request.messages).encode())
 
-    def chat_row(self, request: ChatRequest) -> tuple[list[int], dict[str, object]]:
-        return self.chat_prompt(request), {}
+    def prompt_row(self, request: ChatRequest) -> dict[str, object]:
+        return {"input_ids": self.chat_prompt(request)}
+
+    def image_fields(self, row: Mapping[str, object]) -> dict[str, object]:
+        return {}
 
     def chat_reader(self, request: ChatRequest, prompt: Sequence[int]) -> ByteReader:
         return ByteReader(request.stop)

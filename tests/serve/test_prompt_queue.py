@@ -1,4 +1,4 @@
-"""Prompts with slow renderings wait for those of other requests, not the other way round."""
+"""Prompts with slow renderings and large images wait for those of other requests, not the other way round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from burnish.config.bounds import FIRST_RENDERING_S
 from burnish.data.chat import rendering
-from burnish.serve.api.prompt_queue import PromptQueue, SlowRendering
+from burnish.serve.api.prompt_queue import DecodingQueue, PromptQueue, SlowRendering
 from burnish.serve.http.errors import APIError
 
 
@@ -69,6 +69,31 @@ def test_prompt_that_waits_too_long_is_rejected(queue: PromptQueue) -> None:
     with pytest.raises(APIError) as refused:
         late.result(10)
     assert refused.value.status == 429
+
+
+def test_images_with_few_pixels_are_decoded_first() -> None:
+    images, gate, decoded = DecodingQueue(), threading.Event(), []
+    images.submit(10, 5, gate.wait)
+    waiting = [images.submit(10, pixels, decoded.append, pixels) for pixels in (300, 2, 300, 1)]
+    late = images.submit(0, 400, str)
+    gate.set()
+    for each in waiting:
+        each.result(10)
+    assert decoded == [1, 2, 300, 300]
+    with pytest.raises(APIError, match="Too many queued"):
+        late.result(10)
+
+
+def test_images_that_wait_at_shutdown_are_cancelled() -> None:
+    images, gate, begun = DecodingQueue(), threading.Event(), threading.Event()
+    running = images.submit(10, 1, lambda: begun.set() or gate.wait(10))
+    waiting = images.submit(10, 1, str)
+    begun.wait(10)
+    images.shutdown(wait=False, cancel_futures=True)
+    gate.set()
+    assert running.result(10)
+    with pytest.raises(CancelledError):
+        waiting.result(10)
 
 
 def test_prompts_that_wait_at_shutdown_are_cancelled(queue: PromptQueue) -> None:

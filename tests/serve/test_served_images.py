@@ -137,14 +137,17 @@ def test_decompression_bombs_are_rejected_from_their_headers(loaded, monkeypatch
 
 
 def test_truncated_image_is_rejected(loaded):
+    served = ServedModel(loaded, None, "m")
+    row = served.prompt_row(chat_request({"url": png_of(640, 480)}))
     with pytest.raises(APIError, match=r"truncated|corrupted") as refused:
-        ServedModel(loaded, None, "m").chat_row(chat_request({"url": png_of(640, 480)}))
+        served.image_fields(row)
     assert refused.value.status == 400
 
 
 def test_request_images_are_not_cached_on_disk(workspace, loaded, tmp_path, monkeypatch):
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
-    _, fields = ServedModel(loaded, None, "m").chat_row(chat_request({"url": uri(workspace)}, "What?"))
+    served = ServedModel(loaded, None, "m")
+    fields = served.image_fields(served.prompt_row(chat_request({"url": uri(workspace)}, "What?")))
     assert fields["images"]
     assert not list(tmp_path.rglob("*"))
 

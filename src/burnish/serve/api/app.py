@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.requests import Request
@@ -22,8 +23,9 @@ from starlette.types import ASGIApp
 
 from burnish.serve.api.body import read
 from burnish.serve.api.image_access import ImageAccess
+from burnish.serve.api.messages import ends_with_assistant
 from burnish.serve.api.options import ApiOptions
-from burnish.serve.api.prompt_queue import PromptQueue
+from burnish.serve.api.prompt_queue import PROMPT_WAIT_S, DecodingQueue, PromptQueue
 from burnish.serve.api.requests import (
     AnyRequest,
     ChatRequest,
@@ -44,10 +46,9 @@ from burnish.serve.http.json_response import Json
 from burnish.serve.http.metrics import ServerMetrics
 
 if TYPE_CHECKING:
+    from burnish.loop.types import Row
     from burnish.serve.api.completions import CompletionService, RequestStats
 
-PROMPT_WAIT_S = 10.0
-"""Maximum time of a request in the queue for rendering and tokenization, which chat templates that loop can block."""
 log = logging.getLogger("burnish.api")
 refused = logging.getLogger("burnish.refused")  # clients without a key can cause these: one line a minute (http/server)
 _REFUSED = frozenset({401, 403, 421, 431})
@@ -75,6 +76,7 @@ class ServerState:
         versions: content of ``/version``.
         metrics: counters for ``/metrics``.
         prompts: single thread that renders and tokenizes prompts.
+        decoding: single thread that decodes images.
         opening: threads that fetch images.
     """
 
@@ -85,6 +87,7 @@ class ServerState:
     versions: dict[str, str] = field(default_factory=dict)
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     prompts: PromptQueue = field(default_factory=PromptQueue)
+    decoding: DecodingQueue = field(default_factory=DecodingQueue)
     opening: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "burnish-images"))
 
     def ready(self) -> CompletionService:
@@ -176,7 +179,8 @@ class Routes:
         if isinstance(request_body, ChatRequest):
             service.served.adapter_of(request_body.model)
             request_body = await self._with_images(request_body)
-            prepared = await self._in_order(prepared_chat, service, request_body)
+            drawn = await self._decoded(service, request_body) if request_body.has_images else ()
+            prepared = await self._in_order(prepared_chat, service, request_body, *drawn)
         else:
             service.served.adapter_of(request_body.model)
             # One by one, so that other requests are served in between.
@@ -211,6 +215,13 @@ class Routes:
         except asyncio.CancelledError:
             self.state.ready()  # raises 503 if the server is shutting down
             raise
+
+    async def _decoded(self, service: CompletionService, request_body: ChatRequest) -> tuple[Row, Mapping[str, Any]]:
+        """Return the prompt of a request and its decoded images. Requests with few pixels are decoded first."""
+        row = await self._in_order(service.prompt_row, request_body)
+        pixels = sum(image["width"] * image["height"] for image in row.get("images") or ())
+        submit = partial(self.state.decoding.submit, PROMPT_WAIT_S, pixels)
+        return row, await self._result(lambda: submit(service.served.image_fields, row))
 
     async def _with_images(self, request_body: ChatRequest) -> ChatRequest:
         """Return the request with the images that it names by URL or path included."""
@@ -284,7 +295,7 @@ class Routes:
         if not is_chat:
             ids = await self._in_order(service.text_prompt, body_fields.prompt)
         else:
-            continues = not body_fields.add_generation_prompt and _ends_with_assistant(body_fields.messages)
+            continues = not body_fields.add_generation_prompt and ends_with_assistant(body_fields.messages)
             chat = {**body, "model": model, **({"continue_final_message": True} if continues else {})}
             request_body = self._read(ChatRequest, chat)
             ignored = request_body.ignored
@@ -348,7 +359,7 @@ class Routes:
             message = f'"messages[{place}]" must be a string or a list of messages.'
             raise APIError(400, "invalid_type", message, param=f"messages[{place}]")
         return self._read(
-            ChatRequest, {"model": model, "messages": text, "continue_final_message": _ends_with_assistant(text)}
+            ChatRequest, {"model": model, "messages": text, "continue_final_message": ends_with_assistant(text)}
         )
 
     # --- adapters -----------------------------------------------------------------------------------------------------
@@ -380,12 +391,6 @@ class Routes:
                 "unicode_escape").decode(), stats.prompt_tokens, stats.cached_tokens, stats.new_tokens,
             "-" if first_s is None else f"{first_s:.3f}s", seconds, stats.reason,
         )  # fmt: skip
-
-
-def _ends_with_assistant(messages: Any) -> bool:
-    """Return whether a conversation ends with an assistant message."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 async def _unknown_url(scope: Any, receive: Any, send: Any) -> None:

@@ -258,7 +258,7 @@ async def drain(options: ApiOptions, state: ServerState) -> None:
     for answer in list(service.in_progress):
         answer.fail(SHUTDOWN_ERROR)
     await _wait_until(lambda: not service.in_progress, _FINAL_EVENTS_S / 2)
-    for pool in (state.prompts, state.opening):
+    for pool in (state.prompts, state.decoding, state.opening):
         pool.shutdown(wait=False, cancel_futures=True)
     stop_rendering()
     closing: Awaitable[Any] = in_thread(service.served.engine.close)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from burnish.inference.types import GenerationRequest, Logprob
+from burnish.loop.types import Row
 from burnish.serve.api.chat_responses import ChatResponseWriter, usage_of
 from burnish.serve.api.requests import ChatRequest, CompletionRequest
 from burnish.serve.api.responses import Choice, Delta, OutputQueue, RequestAnswer, queue_full
@@ -120,6 +121,12 @@ class CompletionService:
                 f"most {most:,}. Shorten the prompt."
             )
             raise APIError(400, "context_length_exceeded", message, param=param)
+
+    def prompt_row(self, request: ChatRequest) -> Row:
+        """Return the prompt of a chat. Renders and tokenizes, so it is called in a thread. Raises APIError."""
+        self.served.adapter_of(request.model)
+        self.refuse_long(request.num_characters, "messages")
+        return self.served.prompt_row(request)
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Return the ids of a text prompt. Tokenizes, so it is called in a thread. Raises APIError."""
@@ -249,16 +256,20 @@ def _update_stats(stats: RequestStats, answer: RequestAnswer, num_prompt_tokens:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def prepared_chat(service: CompletionService, request: ChatRequest) -> PreparedRequest:
+def prepared_chat(
+    service: CompletionService, request: ChatRequest, row: Row | None = None, images: Mapping[str, Any] | None = None
+) -> PreparedRequest:
     """Prepare a chat completion. Tokenizes, so it is called in a thread.
 
+    Args:
+        row: the prompt, if it is rendered already.
+        images: its decoded images, likewise.
     Raises:
         APIError: for an unknown model, an invalid prompt or an unsupported grammar.
     """
     served = service.served
-    served.adapter_of(request.model)
-    service.refuse_long(request.num_characters, "messages")
-    prompt, images = served.chat_row(request)
+    row = service.prompt_row(request) if row is None else row
+    images, prompt = served.image_fields(row) if images is None else images, list(row["input_ids"])
     choices = [
         Choice(
             replace(service.ask(request, prompt, index), **images),

@@ -161,3 +161,9 @@ class FunctionName(Body):
 class NamedTool(Body):
     type: Literal["function"] = "function"
     function: FunctionName
+
+
+def ends_with_assistant(messages: Any) -> bool:
+    """Return whether a conversation, as a JSON value, ends with an assistant message."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"

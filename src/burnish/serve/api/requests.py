@@ -191,6 +191,10 @@ class ChatRequest(BaseRequest):
         return self
 
     @property
+    def has_images(self) -> bool:
+        return any(message.parts for message in self.messages)
+
+    @property
     def most_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 

@@ -22,6 +22,7 @@ from burnish.inference.replies.replies import Reply, ReplyPiece
 from burnish.inference.replies.reply_forms import ReplyForm, opens_thought, schemas_of
 from burnish.inference.scoring import ScoreEngine
 from burnish.inference.types import BASE, Grammar, InferenceEngine
+from burnish.loop.types import Row
 from burnish.serve.api.prompts import Prompter
 from burnish.serve.api.requests import BaseRequest, ChatRequest, CompletionRequest, unknown_model_error
 from burnish.serve.api.responses import AnswerCall, Delta
@@ -80,24 +81,26 @@ class ServedModel:
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
+    def prompt_row(self, request: ChatRequest) -> Row:
+        """Return the prompt of a request: ``input_ids``, and ``images`` if there are any. Raises APIError 400."""
+        return self.prompter.row(request)
+
     def counted_prompt(self, request: ChatRequest) -> tuple[list[int], list[dict[str, int]]]:
         """The prompt of a request, and the size and the tokens of each of its images."""
-        row = self.prompter.row(request)
+        row = self.prompt_row(request)
         images = [{"width": one.width, "height": one.height, "tokens": one.end - one.begin} for one in images_of(row)]
         return list(row["input_ids"]), images
 
-    def chat_row(self, request: ChatRequest) -> tuple[list[int], Mapping[str, Any]]:
-        """Return the prompt ids of a request, and the image fields of the engine's request.
+    def image_fields(self, row: Row) -> Mapping[str, Any]:
+        """Return the image fields of the engine's request. Decodes the images of the prompt.
 
         Raises:
-            APIError: 400, also for an image that cannot be decoded.
+            APIError: 400 for an image that cannot be decoded.
         """
-        row = self.prompter.row(request)
         try:
-            fields = {} if self.loaded.images is None else self.loaded.images.of(row)
+            return {} if self.loaded.images is None else self.loaded.images.of(row)
         except UserError as error:
             raise APIError(400, "invalid_image", str(error), param="messages") from None
-        return list(row["input_ids"]), fields
 
     def text_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Return the ids of a text prompt; ids are returned unchanged.
