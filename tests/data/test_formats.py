@@ -275,7 +275,7 @@ def test_optional_column_first_present_in_a_later_record_is_read(tmp_path, befor
     assert [example.system for example in train] == [None] * before + ["s"]
     assert len(train[-1].messages) == 4
     write(path, [*records, {**alpaca_record(1), "images": ["a.png"]}])
-    assert '"images" is not empty' in load_error(dataset=str(path))
+    assert 'the record contains images ("images"), but this stage supports text only' in load_error(dataset=str(path))
 
 
 def test_unknown_columns_are_rejected_with_a_working_suggestion(tmp_path):

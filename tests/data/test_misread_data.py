@@ -172,6 +172,6 @@ def test_conversations_for_pretraining_are_rejected_with_the_remedy(
 ) -> None:
     write("records.json", [{"instruction": f"say {n}", "output": f"{n} stones"} for n in range(4)])
     err = run_error(capsys, "stage=pt", "dataset=records.json")
-    assert "a conversation instead of plain text: 4 of 4 examples" in err
+    assert "4 of 4 examples dropped: a conversation instead of plain text" in err
     assert "Set columns: {prompt: <column with the text>}, or use stage: sft." in err
     assert run(capsys, "stage=pt", "dataset=records.json", 'columns={"prompt": "output"}')
