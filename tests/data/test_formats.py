@@ -195,6 +195,44 @@ def test_thought_before_a_call_is_kept_and_other_text_is_counted():
     ]
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_a_message_precedes_its_content(key):
+    thought = "<think>\nhm\n</think>\n\n"
+    turns = [
+        {"role": "user", "content": "q", key: "not a response"},
+        {"role": "assistant", "content": "a", key: "hm\n"},
+        {"role": "user", "content": "q"},
+        call("f", {}, content=None, **{key: "hm"}),
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}], key: "hm"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": thought + "a", key: "hm"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, key: "hm"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a", key: None},
+    ]
+    texts = [text for role, text in role_contents(load_record({"messages": turns}, formatting="openai"))]
+    answers = ["a", '[{"name": "f", "arguments": {}}]', "a", "a", ""]
+    assert texts[0] == "q"
+    assert texts[1::2] == [*(thought + answer for answer in answers), "a"]
+
+
+def test_reasoning_of_another_type_is_rejected():
+    record = openai_record(("user", "q"), ("assistant", "a"))
+    record["messages"][1]["reasoning_content"] = {"text": "hm"}
+    with pytest.raises(UserError, match=r'"messages\[1\].reasoning_content" must be a string'):
+        load_record(record, formatting="openai")
+
+
+def test_text_between_reasoning_and_call_is_counted():
+    record = {"messages": [{"role": "user", "content": "q"}, call("f", {}, content="Well.", reasoning_content="hm")]}
+    stats = DataStats()
+    sets = load(stats=stats, dataset="set", dataset_dir={"set": {"records": [record], "formatting": "openai"}})
+    assert role_contents(sets.train[0])[1][1].startswith("<think>\nhm\n</think>\n\n[{")
+    assert any("text alongside a tool call" in reason for reason in stats.records)
+
+
 def test_text_parts_are_joined():
     record = openai_record(
         ("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a")

@@ -262,6 +262,20 @@ def test_thought_is_parsed_in_answer_but_not_in_question():
     assert row["input_ids"].count(think) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>a"),
+        ("seed_oss", "<seed:think>hm</seed:think>a"),
+        ("qwen3", "<think>\nhm\n</think>\n\na"),
+    ],
+)
+def test_reasoning_is_written_in_the_words_of_the_template(name, expected):
+    template, tokenizer = load(name, missing_control_tokens="split")[:2]
+    answer = Message("assistant", "<think>\nhm\n</think>\n\na", has_reasoning=True)
+    assert expected in tokenizer.decode(row_of(template, Message("user", "q"), answer)["input_ids"])
+
+
 def test_slow_tokenizer_escapes_and_truncates_equally():
     slow = ByT5Tokenizer(extra_ids=0, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     assert not slow.is_fast

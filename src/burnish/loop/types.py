@@ -71,7 +71,8 @@ class Message:
 
     ``function`` is an assistant's tool call (its content is JSON: one call or a list of calls), ``observation`` is a
     tool's result. ``train`` overrides whether this turn is trained on; ``weight`` scales the loss of its tokens.
-    ``raw`` is the message as in its record, for chat templates that expect unchanged messages.
+    ``raw`` is the message as in its record, for chat templates that expect unchanged messages. With ``has_reasoning``,
+    the content begins with reasoning between ``<think>`` and ``</think>`` that the record had in a key of its own.
     """
 
     role: RoleName
@@ -79,6 +80,7 @@ class Message:
     train: bool | None = None
     weight: float = 1.0
     raw: Mapping[str, Any] | None = field(default=None, repr=False)
+    has_reasoning: bool = False
 
     @property
     def parts(self) -> tuple[ContentPart, ...]:

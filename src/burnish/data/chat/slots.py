@@ -182,7 +182,7 @@ class SlotFormat:
 
     def _conversation(self, example: Example) -> EncodedSlots:
         """Return the opening and each message in its slots, with reasoning removed or completed as configured."""
-        messages = list(example.messages)
+        messages = [self._with_own_thought_words(message) for message in example.messages]
         last = len(messages) - 1
         for place in range(1, len(messages), 2) if self.spec.reasoning else ():
             if self.enable_thinking is False or (self.forgets_thoughts and place < last):
@@ -197,6 +197,15 @@ class SlotFormat:
                 else:
                     written[place].append((self.spec.empty_thought,))
         return written
+
+    def _with_own_thought_words(self, message: Message) -> Message:
+        """Return a message whose separate reasoning is between the words of this template instead of ``<think>``."""
+        (begin, end), own = TemplateSpec.thought_words, self.spec.thought_words
+        is_separate = message.has_reasoning and self.spec.reasoning and isinstance(message.content, str)
+        if not is_separate or own[0].strip() == begin.strip():
+            return message
+        thought, _, text = message.text.removeprefix(begin).partition(end.strip())
+        return replace(message, content=thought.strip().join(own) + text.lstrip("\n"))
 
     def _opening(self, example: Example, message: Message) -> tuple[list[Element], list[Element]]:
         """Return the opening of a conversation with its system message, and the first message in its slots."""

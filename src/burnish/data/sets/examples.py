@@ -60,6 +60,7 @@ def _hashed_content(message: Message) -> list[str]:
         found = [message.content]
     else:
         found = ["parts", *(text for part in message.content for text in (part.kind, _identity(part.value)))]
+    found += ["reasoning"] if message.has_reasoning else []
     return found if message.raw is None else [*found, json.dumps(message.raw, sort_keys=True, default=str)]
 
 

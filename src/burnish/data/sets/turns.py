@@ -17,7 +17,7 @@ from burnish.data.reading.json_files import parse_json
 from burnish.data.sets.images import content_of, raw_content, system_text
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, list_columns
 from burnish.data.stats import keep_reason, truncation_reason
-from burnish.loop.types import Example, Message, RoleName
+from burnish.loop.types import RESPONSE_ROLES, Example, Message, RoleName
 from burnish.utils.json_files import shorten_value
 
 SHAREGPT_TAGS = {
@@ -28,6 +28,10 @@ OPENAI_TAGS = {
     "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
     "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
 }  # fmt: skip
+THOUGHT_WORDS = ("<think>\n", "\n</think>\n\n")
+"""Texts around the reasoning in the content of a message, which templates with other words replace by theirs."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold reasoning, as in the APIs of DeepSeek, OpenRouter and gpt-oss."""
 TEXT_BESIDE_CALL = truncation_reason(
     "text alongside a tool call was removed (a turn is either text or a tool call)", is_length=False
 )
@@ -61,6 +65,10 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     content_key = layout.tags["content_tag"]
     role, content = _role(layout, turn, place), turn.get(content_key)
     calls = turn.get("tool_calls") or turn.get("function_call")
+    key = next((key for key in _REASONING if turn.get(key)), "") if role in RESPONSE_ROLES or calls else ""
+    if has_reasoning := bool(key) and "<think>" not in str(content or ""):
+        content = _with_reasoning(content, as_text(turn[key], f"{place}.{key}"))
+        turn = {**turn, content_key: content}
     if calls:
         role, content = "function", _calls(layout, calls, content, place)
     elif content_key not in turn:
@@ -68,7 +76,8 @@ def message_of(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     elif role in ("function", "observation") and isinstance(content, dict):
         content = json.dumps(content, ensure_ascii=False)
     train, weight = _train_and_weight(turn, place)
-    return Message(role, content_of(layout, content, f"{place}.{content_key}"), train, weight)
+    seen = content_of(layout, content, f"{place}.{content_key}")
+    return Message(role, seen, train, weight, has_reasoning=has_reasoning)
 
 
 def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
@@ -135,11 +144,18 @@ def _calls(layout: Layout, calls: Any, content: Any, place: str) -> str:
         [{"name": f["name"], "arguments": _arguments(f.get("arguments"))} for f in named], ensure_ascii=False
     )
     spoken = as_text(content, f"{place}.content").strip() if content else ""
-    if spoken.startswith("<think>") and spoken.endswith("</think>"):
-        return f"{spoken}\n\n{written}"
-    if spoken:
+    thought, end, rest = spoken.partition("</think>") if spoken.startswith("<think>") else ("", "", spoken)
+    if rest.strip():
         layout.dropped_parts.append(TEXT_BESIDE_CALL)
-    return written
+    return f"{thought}{end}\n\n{written}" if end else written
+
+
+def _with_reasoning(content: Any, reasoning: str) -> Any:
+    """Return the content of a message, text or parts, with its reasoning in front."""
+    thought = reasoning.strip().join(THOUGHT_WORDS)
+    if isinstance(content, list):
+        return [{"type": "text", "text": thought}, *content]
+    return thought + (content or "")
 
 
 def _arguments(value: Any) -> Any:
