@@ -233,6 +233,22 @@ def test_text_between_reasoning_and_call_is_counted():
     assert any("text alongside a tool call" in reason for reason in stats.records)
 
 
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": "hello"}, r'"messages" must be a list of messages that is not empty. Received: "hello"'),
+        ({"conversations": []}, r'"conversations" must be a list of messages that is not empty. Received: \[\]'),
+        (
+            {"messages": [{"speaker": "user", "text": "hi"}]},
+            r'have neither the key "role" nor "from". Found: speaker, text.\n.*formatting: openai, .*"role_tag"',
+        ),
+    ],
+)
+def test_column_of_messages_that_are_not_recognized_is_described(record, expected):
+    with pytest.raises(UserError, match=expected):
+        load_record(record)
+
+
 def test_text_parts_are_joined():
     record = openai_record(
         ("user", [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]), ("assistant", "a")

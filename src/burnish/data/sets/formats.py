@@ -91,11 +91,15 @@ def _history(record: Record) -> Iterator[Message]:
         yield Message("assistant", as_text(pair[1], f"{column}[1]"))
 
 
+MESSAGES = ("messages", "conversations", "conversation")
+"""Columns in which messages are detected."""
+
+
 def _finds_turns(role_key: str) -> Callable[[Values], Mapping[str, str] | None]:
     """Return a function that finds a column of messages whose roles have the key ``role_key``."""
 
     def find(values: Values) -> Mapping[str, str] | None:
-        for column in ("messages", "conversations", "conversation"):
+        for column in MESSAGES:
             turns = as_messages(values.get(column))
             if turns and role_key in turns[0]:
                 return {"messages": column}

@@ -14,9 +14,10 @@ from typing import Any
 from burnish.config.errors import Problem, UserError, did_you_mean
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
-from burnish.data.sets.formats import FORMATS
+from burnish.data.sets.formats import FORMATS, MESSAGES
 from burnish.data.sets.preferences import label_values
-from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, list_columns
+from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, as_messages, list_columns
+from burnish.utils.json_files import quote_value
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
@@ -236,7 +237,7 @@ def _recognize_layout(records: Sequence[Values], where: str, source: DataSource,
     preference = next(filter(is_preference, records), None)
     if preference:
         raise UserError(preference_problem(source.name, preference, needs))
-    raise UserError(_unknown(where, records, source.is_described))
+    raise UserError(_unknown_messages(where, records) or _unknown(where, records, source.is_described))
 
 
 def _matching_columns(metadata: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
@@ -384,6 +385,29 @@ def _labels_in_words(boolean_of_label: Mapping[Any, bool]) -> str:
         value: next(word for word, meaning in boolean_of_label.items() if meaning is value) for value in (True, False)
     }
     return f"{json.dumps(names[True])} is true, {json.dumps(names[False])} is false"
+
+
+def _unknown_messages(where: str, records: Sequence[Values]) -> Problem | None:
+    """Return the problem of a column that has the name of messages, but no messages that were recognized."""
+    column = next((name for name in _columns_of(records) if name in MESSAGES), None)
+    if column is None:
+        return None
+    values = [record[column] for record in records if record.get(column)]
+    value = values[0] if values else next(record[column] for record in records if column in record)
+    turns = as_messages(value)
+    if not turns:
+        return Problem(
+            f'"{column}" must be a list of messages that is not empty. Received: {quote_value(value)}.',
+            where,
+            remedy='For example, [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].',
+        )
+    tags = json.dumps({"role_tag": "...", "content_tag": "..."})
+    formatting = "openai" if column == "messages" else "sharegpt"
+    return Problem(
+        f'the messages in "{column}" have neither the key "role" nor "from". Found: {list_columns(turns[0])}.',
+        where,
+        remedy=f'Set formatting: {formatting}, columns: {{"messages": "{column}"}} and tags: {tags}.',
+    )
 
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
