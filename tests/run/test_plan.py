@@ -305,6 +305,9 @@ def test_metric_of_one_dataset_requires_evaluations_on_each(tmp_path: Path) -> N
     (problem,) = checks.check_best_model_metric(options, ["loss"], [""])
     assert "Set eval_on_each_dataset: true." in problem.remedy
     assert checks.check_best_model_metric(options, ["loss"], ["debug", "other"]) == []
+    separate = dataclasses.replace(options, eval_on_each_dataset=True)
+    (problem,) = checks.check_best_model_metric(separate, ["loss"], ["another"])
+    assert "eval_on_each_dataset" not in problem.remedy
     unknown = dataclasses.replace(options, metric_for_best_model="eval_debug_sari")
     assert "eval_on_each_dataset" not in checks.check_best_model_metric(unknown, ["loss"], [""])[0].remedy
 

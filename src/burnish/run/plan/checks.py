@@ -313,7 +313,8 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     problem = missing_metric(name, known)
     if hasattr(options, switch):
         return [replace(problem, remedy=f"Set {switch}: true.")]
-    if name in [f"{eval_prefix(one)}_{metric}" for one in options.eval_dataset or () for metric in metrics]:
+    of_one_set = [f"{eval_prefix(one)}_{metric}" for one in options.eval_dataset or () for metric in metrics]
+    if name in of_one_set and not options.eval_on_each_dataset:
         return [replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")]
     return [problem]
 
