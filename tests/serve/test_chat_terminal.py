@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from burnish.config.errors import UserError
 from burnish.report.streams import OutputError, visible
 from burnish.serve.chat.backends import AnswerEnded, Event, Request
+from burnish.serve.chat.command import chat
 from burnish.serve.chat.console import Console, is_typed
 from burnish.serve.chat.help import HELP
 from burnish.serve.chat.records import read_image
@@ -406,6 +407,20 @@ def test_piped_message_prints_only_its_response(model: Path) -> None:
     assert runs[0].stdout == runs[1].stdout
     assert runs[0].stdout.count("\n") <= 6
     assert not runs[0].stderr
+
+
+@pytest.mark.parametrize("argv", [[], ["--once", "caf\udce9"], ["--once", "hi", "--system", "caf\udce9"]])
+def test_message_that_is_not_utf8_is_refused_before_the_model_is_loaded(monkeypatch, argv: list[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(UserError, match="is not valid UTF-8 text, at character 4"):
+        chat(["missing-model", *argv])
+
+
+def test_empty_message_is_refused_before_the_model_is_loaded(monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" \n"), encoding="utf-8"))
+    for argv in ([], ["--once", ""]):
+        with pytest.raises(UserError, match="message is empty"):
+            chat(["missing-model", *argv])
 
 
 @pytest.mark.slow

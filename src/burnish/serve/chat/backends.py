@@ -192,6 +192,7 @@ class LocalBackend:
     def _prompt(self, request: Request) -> Mapping[str, Any]:
         from burnish.serve.api.body import read
         from burnish.serve.api.requests import ChatRequest
+        from burnish.serve.http.bodies import refuse_surrogates
         from burnish.serve.http.errors import APIError
 
         arguments = {} if request.enable_thinking is None else {"enable_thinking": request.enable_thinking}
@@ -200,6 +201,7 @@ class LocalBackend:
             "chat_template_kwargs": arguments,
         }  # fmt: skip
         try:
+            refuse_surrogates(body)
             return self.prompter.row(read(ChatRequest, body))
         except APIError as refusal:
             raise UserError(str(refusal)) from refusal

@@ -7,9 +7,10 @@ input is not a terminal, it is read as one message, and only the response is pri
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +21,7 @@ from burnish.report.streams import say
 from burnish.serve.api.options import with_adapters
 from burnish.serve.chat.backends import SETTINGS, Backend, LocalBackend, Request, ServerBackend
 from burnish.serve.chat.console import Console, history_file, is_typed
-from burnish.serve.chat.records import read_image, text_of, user_message
+from burnish.serve.chat.records import read_image, user_message
 from burnish.serve.chat.session import ChatSession
 from burnish.utils.files import expand_user
 from burnish.utils.sigint import interruptible
@@ -50,7 +51,10 @@ def chat(argv: Sequence[str]) -> int:
     own = _read(argv)
     once = own.once
     if once is None and not is_typed():
-        once = sys.stdin.read().strip() if sys.stdin is not None else ""
+        once = _standard_input()
+    if once == "":
+        raise UserError("The message is empty.", remedy='Pass one: --once "text", or through standard input.')
+    _check_characters({"The message": once or "", "--system": own.system})
     if own.images and once is None:
         raise UserError("--image has no effect without --once.", remedy="In the chat, add an image with /image PATH.")
     images = [read_image(expand_user(path))[0] for path in own.images]
@@ -70,6 +74,25 @@ def chat(argv: Sequence[str]) -> int:
         return status
     finally:
         backend.close()
+
+
+def _standard_input() -> str:
+    """Return the text of standard input; bytes that are not UTF-8 become surrogates."""
+    if sys.stdin is None:
+        return ""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin.read().strip()
+
+
+def _check_characters(texts: Mapping[str, str]) -> None:
+    """Raise UserError for a text with bytes that are not UTF-8. Args: texts: name -> text."""
+    for name, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"{name} is not valid UTF-8 text, at character {error.start + 1}."
+            raise UserError(what, remedy="Convert it to UTF-8, for example with iconv.") from None
 
 
 def _read(argv: Sequence[str]) -> _ChatArguments:
@@ -130,8 +153,6 @@ def _backend(own: _ChatArguments, is_quiet: bool) -> tuple[Backend, dict[str, An
 
 def _answer_once(backend: Backend, request: Request) -> int:
     """Print one response and nothing else."""
-    if not text_of(request.messages[-1]):
-        raise UserError("no message: standard input is empty.", remedy='Pass one: --once "text".')
     console, status = Console(), 0
     for event in backend.answer(request):
         if event.kind == "content":

@@ -78,14 +78,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _invalid_json("a number has too many digits") from error
     if not isinstance(value, dict):
         raise APIError(400, "invalid_type", f"The body must be a JSON object. Received: {json_type(value)}.")
-    if (path := _unpaired_surrogate_path(value)) is not None:
-        raise APIError(
-            400,
-            "invalid_value",
-            "A string contains an unpaired surrogate, which is not a valid character.",
-            param=path[1:] or None,
-        )
+    refuse_surrogates(value)
     return value
+
+
+def refuse_surrogates(value: Any) -> None:
+    """Raise APIError 400 if a string in a JSON value contains half of a surrogate pair, which has no UTF-8."""
+    if (path := _unpaired_surrogate_path(value)) is not None:
+        message = "A string contains an unpaired surrogate, which is not a valid character."
+        raise APIError(400, "invalid_value", message, param=path[1:] or None)
 
 
 def json_type(value: Any) -> str:
