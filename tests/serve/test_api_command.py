@@ -231,9 +231,8 @@ def test_looping_chat_template_is_stopped_and_server_continues(tmp_path: Path) -
     for other in others:
         other.start()
     time.sleep(1)
-    began = time.monotonic()
-    assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200  # not 429: it does not wait for all of them
-    assert time.monotonic() - began < 8
+    # Not 429, which a request gets that waits for 10 s: it does not wait for all of them.
+    assert send(process, "POST", "/v1/chat/completions", plain)[0] == 200
     began = time.monotonic()
     assert process.ended() == 128 + signal.SIGTERM
     assert time.monotonic() - began < 15  # api_drain is 10
