@@ -231,7 +231,7 @@ def did_you_mean(name: str, known: Iterable[str], limit: int = 1) -> str:
     near = get_close_matches(name, candidates, n=limit, cutoff=0.6)
     # Names with different beginnings must be more similar: "loss_type" does not mean "apollo_scale_type".
     similar = get_close_matches(name, near, n=limit, cutoff=0.65)
-    near = [one for one in near if one in similar or one[:1] == name[:1]]
+    near = [one for one in near if one in similar or one[:1] == name.lstrip("-_[\"'")[:1]]
     return f" Did you mean {' or '.join(repr(n).replace(chr(39), chr(34)) for n in near)}?" if near else ""
 
 
