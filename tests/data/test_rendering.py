@@ -107,9 +107,18 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
 
 
 def test_looping_templates_delay_no_other_thread(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering._workers, "limit_s", 6)
-    _stop_worker()  # so that all workers start at the same time
+    _stop_worker()
     rendering._workers.reset()
+    everyone = [
+        threading.Thread(target=render, args=(tokenizer, [Conversation(CHAT)], "{{ messages | length }}"))
+        for _ in range(rendering._workers.LIMIT)
+    ]  # so that no worker has to start while the others loop
+    for thread in everyone:
+        thread.start()
+    for thread in everyone:
+        thread.join()
+    assert len(rendering._workers.processes) == rendering._workers.LIMIT
+    monkeypatch.setattr(rendering._workers, "limit_s", 2)
     stuck = rendering._workers.LIMIT - 1
     failures: list[str] = []
 
