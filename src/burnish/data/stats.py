@@ -107,15 +107,18 @@ class DataStats:
         records 17, 204)``."""
         return [
             f"{count} of {self.seen} examples {reason.kind}: "
-            f"{reason.removeprefix(f'{reason.kind}: ').rstrip('.')} ({self._places(reason, ', records ')})"
+            f"{reason.removeprefix(f'{reason.kind}: ').rstrip('.')} ({self._places(reason, 'record')})"
             for reason, count in self
         ]
 
-    def _places(self, reason: RecordReason, between: str = ": ") -> str:
+    def _places(self, reason: RecordReason, noun: str = "") -> str:
         by_source: dict[str, list[int]] = defaultdict(list)
         for source, number in sorted(self.records[reason])[:SHOWN]:
             by_source[source].append(number)
-        named = "; ".join(f"{source}{between}{', '.join(map(str, numbers))}" for source, numbers in by_source.items())
+        named = "; ".join(
+            f"{source}{f', {noun}' + 's' * (len(numbers) > 1) if noun else ':'} {', '.join(map(str, numbers))}"
+            for source, numbers in by_source.items()
+        )
         return named + (", ..." if len(self.records[reason]) > SHOWN else "")
 
     def merge(self, other: DataStats) -> None:
