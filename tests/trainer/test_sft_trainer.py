@@ -178,7 +178,7 @@ def test_row_without_trained_tokens_is_dropped_and_counted(tmp_path, library_log
     rows = make(tmp_path, pairs, max_length=12).train_dataset
     assert len(rows) == len(PAIRS)
     assert all(len(row["input_ids"]) <= 12 for row in rows)
-    assert "1 of 7 records of the train dataset were dropped: no trainable tokens (records 1)" in library_log.text
+    assert "1 of 7 records of the train dataset were dropped: no trainable tokens (record 1)" in library_log.text
 
 
 def test_truncation_mode_keep_end_keeps_the_end(tmp_path):

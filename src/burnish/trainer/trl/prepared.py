@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from burnish.config.errors import UserError
+from burnish.config.errors import UserError, few
 from burnish.data.options import DataOptions
 from burnish.data.rows.arrow import arrow_table
 from burnish.data.rows.encode import encode_rows
@@ -67,8 +67,8 @@ class EncodeRecords:
             if reason not in self.warned and reason.kind != "truncated":
                 self.warned.add(reason)
                 numbers = sorted({number for _, number in found})
-                places = ", ".join(map(str, numbers[:SHOWN]))
-                what = f"{len(numbers)} of {stats.seen} records of the {name} dataset were {reason} (records {places})."
+                places = f"record{'s' * (len(numbers) > 1)} {few([*map(str, numbers)], SHOWN)}"
+                what = f"{len(numbers)} of {stats.seen} records of the {name} dataset were {reason} ({places})."
                 logger.warning(what.replace("cutoff_len", "max_length"))
 
 
