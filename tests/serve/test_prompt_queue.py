@@ -84,6 +84,17 @@ def test_images_with_few_pixels_are_decoded_first() -> None:
         late.result(10)
 
 
+def test_images_of_a_cancelled_request_are_not_decoded() -> None:
+    images, gate, decoded = DecodingQueue(), threading.Event(), []
+    images.submit(10, 1, gate.wait)
+    cancelled = images.submit(10, 2, decoded.append, "cancelled")
+    last = images.submit(10, 3, decoded.append, "last")
+    assert cancelled.cancel()
+    gate.set()
+    last.result(10)
+    assert decoded == ["last"]
+
+
 def test_images_that_wait_at_shutdown_are_cancelled() -> None:
     images, gate, begun = DecodingQueue(), threading.Event(), threading.Event()
     running = images.submit(10, 1, lambda: begun.set() or gate.wait(10))

@@ -424,7 +424,7 @@ def _read_part(folder: Path, stem: str, by_shards: bool = False) -> Any:
 
 
 def later_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints next to ``folder`` that have more steps, in order."""
+    """Return the checkpoints beside ``folder`` with a higher step number, in ascending order."""
     there = Checkpoints(folder.resolve().parent).all()
     names = [path.name for path in there]
     return there[names.index(folder.name) + 1 :] if folder.name in names else []

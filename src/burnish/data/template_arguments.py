@@ -35,7 +35,7 @@ def arguments_of(example: Example) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """Return the names that a Jinja template reads and does not set."""
+    """Return the names of the undeclared variables of a Jinja template."""
     from jinja2 import Environment, meta
 
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)

@@ -168,7 +168,7 @@ def remote_code_notes(options: ModelOptions) -> list[str]:
 
 
 def _has_no_code(name: str | None) -> bool:
-    """Return whether a model is a local folder in which no file names a class of its own (``auto_map``)."""
+    """Return whether a model is a local folder whose configs refer to no custom code (``auto_map``)."""
     folder = Path(name or "").expanduser()
     if not name or not folder.is_dir():
         return False

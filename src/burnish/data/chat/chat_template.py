@@ -36,7 +36,7 @@ CONSECUTIVE_USER_MESSAGES = keep_reason("consecutive user messages without a res
 UNUSED_TOOLS = keep_reason("the chat template does not show tools, so the model does not see those of the record")
 
 _MAX_FORMS = 64
-"""Maximum number of sets of arguments whose form is kept."""
+"""Maximum number of cached formats, one per set of arguments."""
 
 
 class JinjaFormat:

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _exit_status_of_fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked process and return its exit status, or minus the signal that ended it."""
+    """Run ``work`` in a forked process and return the exit code of the process, negative if a signal ended it."""
     process = os.fork()
     if process == 0:
         try:

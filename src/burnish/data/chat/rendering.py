@@ -313,7 +313,7 @@ def _exit_status(process: subprocess.Popen[bytes]) -> int:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker with the process that it has forked."""
+    """Kill a worker and the process that it forked."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -233,7 +233,7 @@ class Template(ConversationEncoder):
             stats.add(UNUSED.format(name=name), example)
 
     def _check_arguments(self, spec: TemplateSpec, values: Mapping[str, Any]) -> None:
-        """Raise UserError if a named template does not have these arguments."""
+        """Raise UserError if a named template does not accept these arguments."""
         jinja = "a Jinja template: remove template to use the tokenizer's own, or set it to a .jinja file."
         for name, value in values.items():
             if name not in THINKING:

@@ -160,7 +160,7 @@ def evaluation_notes(options: RunOptions) -> list[str]:
 
 @notes
 def no_training_notes(options: RunOptions) -> list[str]:
-    """Return a note if nothing is trained only because do_eval or do_predict is set."""
+    """Return a note if do_eval or do_predict is set without do_train, so that nothing is trained."""
     if options.do_train is not None or trains(options) or not options.dataset:
         return []
     name = "do_eval" if options.do_eval else "do_predict"

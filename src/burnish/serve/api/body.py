@@ -63,7 +63,7 @@ def read(kind: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
 
 
 def unknown_fields(body: Body, within: str = "") -> Iterator[str]:
-    """Yield the names of fields that are not declared, such as ``messages.name``, also in nested objects."""
+    """Yield the names of undeclared fields, including those of nested objects (``messages.name``)."""
     yield from (f"{within}{name}" for name in body.model_extra or ())
     for name, field in type(body).model_fields.items():
         value = getattr(body, name)

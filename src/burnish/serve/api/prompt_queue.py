@@ -46,7 +46,7 @@ class _Job:
     result: Future[Any] = field(default_factory=Future)
 
     def run(self) -> Any:
-        """Call the function. Raises APIError 429 after too long a time in the queue."""
+        """Call the function. Raises APIError 429 if it has waited for more than ``patience_s``."""
         if time.monotonic() - self.begun_s > self.patience_s:
             from burnish.serve.api.responses import queue_full
 
@@ -137,6 +137,8 @@ class DecodingQueue:
     def _run_next(self) -> None:
         """Run one job, in the thread."""
         _, _, job = self._jobs.get()
+        if job.result.cancelled():
+            return
         result: Any = None
         error: BaseException | None = None
         try:

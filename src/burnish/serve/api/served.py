@@ -82,7 +82,7 @@ class ServedModel:
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def prompt_row(self, request: ChatRequest) -> Row:
-        """Return the prompt of a request: ``input_ids``, and ``images`` if there are any. Raises APIError 400."""
+        """Return the prompt as a row: ``input_ids``, and ``images`` if any. Raises APIError 400 if it is invalid."""
         return self.prompter.row(request)
 
     def counted_prompt(self, request: ChatRequest) -> tuple[list[int], list[dict[str, int]]]:

@@ -216,7 +216,7 @@ _kept = _KeptExamples()
 
 
 def _file_state(path: Path) -> tuple[int, int] | None:
-    """Return modification time and size of a file, None if it does not exist."""
+    """Return the modification time (ns) and the size (bytes) of a file; None if it does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -150,7 +150,7 @@ class Formatting:
 
 
 def formats_batches(function: Callable[[Any], Any], row: Any) -> bool:
-    """Whether a ``formatting_func`` takes a batch and returns its texts, tested with a row and with a batch of two.
+    """Return whether a ``formatting_func`` is batched: called with a batch of two rows, it returns two texts.
 
     A function of one example that returns a list would also return one text for a batch, with lists in it.
     """
