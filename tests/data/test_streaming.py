@@ -14,6 +14,7 @@ import pytest
 
 from burnish.cli import main
 from burnish.data.batches.loader import order_of
+from burnish.data.reading.record_index import open_table
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets import sources
 from burnish.run import prepare
@@ -174,6 +175,14 @@ def test_other_file_types_are_read_in_place(tmp_path, run_options, monkeypatch, 
     monkeypatch.setattr(sources, "convert_records", None)  # used only if a data set is loaded
     assert run(run_options, tmp_path / "other", dataset=str(path)) == 0
     assert same_weights(tmp_path / "json", tmp_path / "other")
+
+
+def test_arrow_file_is_opened_without_reading_all_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", None)  # it pickles the table
+    path, table = tmp_path / "rows.arrow", pyarrow.Table.from_pylist(records(24))
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert open_table(path)[5] == records(24)[5]
 
 
 def test_hub_dataset_is_streamed_record_by_record(tmp_path, run_options, monkeypatch):

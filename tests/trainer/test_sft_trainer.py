@@ -1038,6 +1038,15 @@ def test_encoded_rows_are_read_from_cache_unless_something_changed(tmp_path, mon
             make(tmp_path, rows, **options)
 
 
+def test_rows_are_identified_without_hashing_a_copy_of_them(tmp_path, monkeypatch):
+    sets = [Dataset.from_dict({"text": [text]}) for text in ("one two three", "one two")]
+    monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", None)  # it pickles the table
+    prepared = [make(tmp_path, sets[at], max_length=n).train_dataset for at, n in ((0, 8), (0, 8), (1, 8), (0, 9))]
+    first, again, *others = [dataset._fingerprint for dataset in prepared]
+    assert first == again
+    assert len({first, *others}) == 3
+
+
 def test_padding_batch_counts_nothing(tmp_path):
     """A rank without rows computes a padding batch, because the other ranks wait for it."""
     trainer = make(tmp_path, [{"text": "One two three."}] * 2, max_steps=1)

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from burnish.utils.collection import without_garbage_collection
@@ -52,27 +53,36 @@ def _sources(files: Sequence[Path]) -> Iterator[bytes]:
 
 def _imported_files(path: Path, raw: bytes) -> Iterator[Path]:
     """Yield the files of the same package, and the local files, that the code ``raw`` in ``path`` imports."""
+    root = _root(path)
+    is_of_package = is_installed(path)
+    package = root / path.relative_to(root).parts[0]
+    for level, names in _imports(raw):
+        if level:
+            folders = [path.parents[min(level, len(path.parents)) - 1]]
+        else:
+            folders = [root] if is_of_package else [path.parent, root, Path.cwd()]
+        places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
+        files = [file.resolve() for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
+        yield from (file for file in files if file.is_file() and not (is_of_package and package not in file.parents))
+
+
+@lru_cache(maxsize=256)
+def _imports(raw: bytes) -> list[tuple[int, list[str]]]:
+    """Return (number of leading dots, names of modules) for each import statement of Python code."""
     try:
         with without_garbage_collection():  # Python below 3.11.8 may fail if it runs meanwhile (gh-106905)
             tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # it was not imported, or not as Python
-        return
-    root = _root(path)
-    is_of_package = is_installed(path)
-    everywhere = [root] if is_of_package else [path.parent, root, Path.cwd()]
+        return []
+    found = []
     for node in ast.walk(tree):
-        folders = everywhere
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.append((0, [alias.name for alias in node.names]))
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module or ''}.{name}".strip(".") for name in ("", *(alias.name for alias in node.names))]
-            folders = [path.parents[min(node.level, len(path.parents)) - 1]] if node.level else folders
-        else:
-            continue
-        places = [folder.joinpath(*name.split(".")) for folder in folders for name in names]
-        files = [file.resolve() for place in places for file in (Path(f"{place}.py"), place / "__init__.py")]
-        package = root / path.relative_to(root).parts[0]
-        yield from (file for file in files if file.is_file() and not (is_of_package and package not in file.parents))
+            module = node.module or ""
+            names = [f"{module}.{name}".strip(".") for name in ("", *(alias.name for alias in node.names))]
+            found.append((node.level, names))
+    return found
 
 
 def _root(path: Path) -> Path:

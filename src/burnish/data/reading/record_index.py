@@ -52,7 +52,8 @@ def open_table(path: Path) -> Table:
 
     next(read_records(path), None)  # raises if the content has another type
     if suffix == ".arrow":
-        return DatasetTable(path, datasets.Dataset(arrow_table(path)), OpenFile(path))
+        rows = datasets.Dataset(arrow_table(path), fingerprint=str(path))  # without one, all rows are read and hashed
+        return DatasetTable(path, rows, OpenFile(path))
     features = _readable_features(path)
     rows = datasets.Dataset.from_parquet(str(path), features=features, columns=[*features])
     return DatasetTable(path, rows, OpenFile(path), is_copy=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import burnish
 from burnish.config.errors import UserError, few
 from burnish.data.options import DataOptions
 from burnish.data.rows.arrow import arrow_table
@@ -97,17 +98,20 @@ def prepare_dataset(
     if encode.fingerprint is not None:
         options = DataOptions(preprocessing_num_workers=args.dataset_num_proc)
     layout = [encode.layout.format, sorted(encode.layout.columns.items())]
-    known = [encode.fingerprint, layout, encode.on_bad_record, splits_pairs, encode.names]
+    known = repr([encode.fingerprint, layout, encode.on_bad_record, splits_pairs, encode.names])
+    data = f"{dataset._fingerprint} {datasets.fingerprint.Hasher.hash(encode.formatting)}"
     records = TrlRecords(dataset, f"{name} dataset", splits_pairs)
     rows = encode_rows(
-        records, encode, stats, name=name, options=options, places=name,
-        data=f"{dataset._fingerprint} {datasets.fingerprint.Hasher.hash(encode.formatting)}",
-        fingerprint={"encoding": repr(known)}, title=f"Tokenizing {name} dataset",
+        records, encode, stats, name=name, options=options, places=name, data=data, fingerprint={"encoding": known},
+        title=f"Tokenizing {name} dataset",
     )  # fmt: skip
     encode.warn(stats, name)
     if not len(rows):
         raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
-    table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)))
+    made_from = None  # the library hashes a copy of all rows: 4 s for 400 MB
+    if encode.fingerprint is not None:
+        made_from = datasets.fingerprint.Hasher.hash([burnish.__version__, data, known])
+    table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)), fingerprint=made_from)
     if not keep:
         return table
     columns, is_whole = dataset.select_columns(list(keep)), len(rows) == len(records) and not splits_pairs
