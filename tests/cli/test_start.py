@@ -60,7 +60,7 @@ def test_full_training_imports_no_unused_library(tmp_path: Path) -> None:
     assert result["threshold"] == 700, "the default threshold is restored when training begins"
 
 
-def test_misspelled_option_is_reported_before_importing_transformers(tmp_path: Path) -> None:
-    result = run_command(tmp_path, {**make_workspace(tmp_path), "learning_rat": 1})
+def test_invalid_options_are_reported_before_importing_transformers(tmp_path: Path) -> None:
+    result = run_command(tmp_path, {**make_workspace(tmp_path), "lr_scheduler_kwargs": {"powr": 1}})
     assert result["status"] == 2
-    assert not {"transformers", "datasets"} & set(result["loaded"])
+    assert not {"transformers", "datasets", "torch._dynamo"} & set(result["loaded"])

@@ -18,7 +18,7 @@ from burnish.config.options import changed_options
 from burnish.data.batches.batching import packs_rows
 from burnish.inference.options import is_remote
 from burnish.loop.best import best_model_metric_name, eval_prefix, is_higher_better, missing_metric
-from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan
+from burnish.loop.schedule import FOLLOWS_METRIC, StepPlan, lr_factor
 from burnish.loop.state import RATES
 from burnish.losses.base import OBJECTIVES, StageObjective
 from burnish.models.attention_choice import is_flash, requested_attention
@@ -289,8 +289,11 @@ def _check_evaluation_at_checkpoints(options: RunOptions, cause: str) -> list[Pr
 def check_schedule_arguments(options: RunOptions) -> list[Problem]:
     """Check the arguments of the learning rate schedule. They do not depend on the length of the run."""
     try:
-        optimizer = SGD([Parameter(torch.zeros(1))], lr=options.learning_rate)
-        create_scheduler(optimizer, options, 100, options.learning_rate)
+        if options.lr_scheduler_type in FOLLOWS_METRIC:
+            optimizer = SGD([Parameter(torch.zeros(1))], lr=options.learning_rate)
+            create_scheduler(optimizer, options, 100, options.learning_rate)
+        else:  # the first optimizer of a process imports torch._dynamo, which takes a second
+            lr_factor(options, 100, options.learning_rate)
     except UserError as error:
         return list(error.problems)
     return []
