@@ -10,6 +10,7 @@ fuzzing = pytest.importorskip("fuzz", reason="hypothesis is not installed")
 pytestmark = pytest.mark.run
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", fuzzing.READERS)
 def test_every_input_ends_in_success_or_an_error_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

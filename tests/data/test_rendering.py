@@ -109,6 +109,7 @@ def test_assistant_masks_match_transformers(tokenizer: Any) -> None:
 def test_looping_templates_delay_no_other_thread(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _stop_worker()
     rendering._workers.reset()
+    monkeypatch.setattr(rendering._workers, "LIMIT", 2)
     everyone = [
         threading.Thread(target=render, args=(tokenizer, [Conversation(CHAT)], "{{ messages | length }}"))
         for _ in range(rendering._workers.LIMIT)
@@ -118,7 +119,7 @@ def test_looping_templates_delay_no_other_thread(tokenizer: Any, monkeypatch: py
     for thread in everyone:
         thread.join()
     assert len(rendering._workers.processes) == rendering._workers.LIMIT
-    monkeypatch.setattr(rendering._workers, "limit_s", 2)
+    monkeypatch.setattr(rendering._workers, "limit_s", 1)
     stuck = rendering._workers.LIMIT - 1
     failures: list[str] = []
 

@@ -351,6 +351,7 @@ def interleaves_each_row_once():
     return len(partitioned) == 3
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("probabilities", [None, [0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
 @pytest.mark.parametrize("lengths", representative([[3, 4, 5], [5, 5, 1], [700, 40, 2000]], 2))

@@ -105,6 +105,7 @@ def check(name, seed, has_flags, **options):
         assert trained_weights == [weight for label, weight in expected if label != IGNORE_INDEX], (example, options)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", representative([*TEMPLATES, "own"], {"qwen", "llama3", "own"}))
 @pytest.mark.parametrize("has_flags", [False, True], ids=["plain", "flags"])
 def test_trained_tokens_match_plain_reference(name, has_flags):

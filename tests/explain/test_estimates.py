@@ -174,7 +174,7 @@ def check_activations(run_plan: Plan, prepared: Prepared, measured: Measurement)
         assert is_upper_bound or saved > 0.45 * expected
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", representative_slow([*CASES, *(name for name in LARGE if name not in CASES)], FAST_CASES)
 )

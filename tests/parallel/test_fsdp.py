@@ -14,7 +14,7 @@ from burnish.parallel.fsdp.parallel import replace_parameters
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_notes, fsdp_settings, uses_fsdp
 from burnish.parallel.options import ParallelOptions
 from burnish.parallel.selection import parallel_name
-from representative import collected_values, representative_slow
+from representative import collected_values
 from run_outputs import weights_in
 from small_run import as_arguments, make_workspace
 from two_processes import in_two_processes
@@ -72,7 +72,8 @@ def same(ours, theirs):
     assert ours.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("kind", representative_slow(KINDS, 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_fsdp_processes_give_the_weights_of_one(folder, kind):
     same(folder / "two" / kind, folder / "one" / kind)
     if kind == "lora":
@@ -81,12 +82,13 @@ def test_two_fsdp_processes_give_the_weights_of_one(folder, kind):
     assert first["eval_loss"] == pytest.approx(second["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixed", "alone"),
     [
         ("one then two", "one/full"),
         ("two then one full", "one/full"),
-        pytest.param("two then one lora", "one/lora", marks=pytest.mark.slow),
+        ("two then one lora", "one/lora"),
     ],
 )
 def test_run_resumes_with_other_number_of_processes_and_other_engine(folder, mixed, alone):
@@ -94,6 +96,7 @@ def test_run_resumes_with_other_number_of_processes_and_other_engine(folder, mix
     same(folder / mixed, folder / alone)
 
 
+@pytest.mark.slow
 def test_each_process_writes_its_shard_and_an_index_lists_them(folder):
     checkpoint = folder / "two/full/checkpoint-6"
     for stem in ("model", "optimizer"):
@@ -106,6 +109,7 @@ def test_each_process_writes_its_shard_and_an_index_lists_them(folder):
     assert max(sizes) < 1.2 * min(sizes)
 
 
+@pytest.mark.slow
 def test_damaged_shard_is_detected(folder, tmp_path):
     from burnish.checkpoint.manifest import integrity_errors
 

@@ -188,6 +188,7 @@ def test_evaluation_on_two_ranks_matches_one(rank_results, number):
     assert one["eval_rows"] == 11 if number == "stream" else one["eval_rows"] == int(number)
 
 
+@pytest.mark.slow
 def test_predictions_are_in_row_order_without_duplicates(rank_results):
     one, first, second = rank_results
     for number in (10, 11, 3, 1):
@@ -196,6 +197,7 @@ def test_predictions_are_in_row_order_without_duplicates(rank_results):
         assert len(first[name]) == number
 
 
+@pytest.mark.slow
 def test_rank_without_rows_adds_nothing_to_a_step(rank_results, tmp_path):
     _, first, second = rank_results
     one = trained(tmp_path, 8)
@@ -205,12 +207,14 @@ def test_rank_without_rows_adds_nothing_to_a_step(rank_results, tmp_path):
     assert first["trained"]["prepared"] == second["trained"]["prepared"]
 
 
+@pytest.mark.slow
 def test_floating_point_operations_of_all_ranks_are_counted(rank_results, tmp_path):
     _, *ranks = (each.get("trained") for each in rank_results)
     for two in ranks:
         assert two["own operations"] == two["prepared operations"] == 2 * 10 * 10  # epochs, rows, operations per row
 
 
+@pytest.mark.slow
 def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(rank_results):
     _, first, second = (ranks.get("trained") for ranks in rank_results)
     for kind in ("own rows", "prepared rows"):
@@ -218,6 +222,7 @@ def test_dataloader_prepared_by_a_script_is_sharded_over_ranks(rank_results):
     assert len(first["prepared rows"]) < 10 or len(second["prepared rows"]) < 10
 
 
+@pytest.mark.slow
 def test_notes_are_printed_by_rank_0_only(rank_results):
     _, first, second = rank_results
     assert first["said"]

@@ -154,7 +154,7 @@ OTHER_METHODS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "name", "takes_model"),
     [
@@ -347,7 +347,7 @@ def test_loaders_of_a_script_have_padded_batches_that_its_own_loop_can_train(kin
     assert output.metrics["eval_loss"] == pytest.approx(expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_own_loaders_with_the_collator_of_the_trainer_change_nothing(kind, folder, tmp_path):
     class OwnLoaders:

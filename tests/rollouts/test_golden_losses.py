@@ -32,7 +32,7 @@ def parameters():
             yield pytest.param(name, cut, marks=() if is_default else pytest.mark.slow, id=f"{name}, {cut}")
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("name", "cut"), parameters())
 def test_loss_matches_exact_golden_numbers_for_any_micro_batching(name, cut, models):
     check(CASES[name], GoldenCase(CASES[name], models, CUTS[cut]).run())

@@ -546,7 +546,7 @@ def test_best_checkpoint_of_rollouts_is_chosen_by_reward(config, tmp_path):
 WHOLE = {"prompt_ids": [5], "completion_ids": [6, 7]}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -53,6 +53,7 @@ def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=No
     return kind(model or str(folder / "model"), rewards, args, dataset or prompts(), **(trainer_args or {}))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("dataset", [prompts, chat_prompts])
 def test_trainer_learns_from_texts_and_messages(folder, kind, dataset):

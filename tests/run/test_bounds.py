@@ -94,6 +94,7 @@ def test_chat_template_with_nested_loops_is_stopped(
     assert "the chat template took more than 0.5 s" in run_error(capsys, "template=loops.jinja")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("term", ["'a' * 99999999999", "2 ** 99999999", "99999999999 * 'a'", "'a' * 9999999 * 9999999"])
 def test_chat_template_that_exhausts_memory_is_stopped(
     term: str, user_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -134,6 +135,7 @@ ODD: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", ["data/odd.jsonl", "data/odd.csv", "data/odd.txt", "data/odd.parquet"])
 @pytest.mark.parametrize("kind", ODD)
 def test_special_data_files_are_rejected(
@@ -145,6 +147,7 @@ def test_special_data_files_are_rejected(
     assert "odd" in run_error(capsys, "dataset=odd")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "itself", "nothing"])
 @pytest.mark.parametrize(
     ("name", "argv"),

@@ -279,7 +279,7 @@ def stage_copy(stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("stage_copy")
-@pytest.mark.parametrize("part", representative_slow(WITHIN, 4))
+@pytest.mark.parametrize("part", representative_slow(WITHIN, 2))
 def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pytest.CaptureFixture[str]) -> None:
     place = WITHIN[part]
     place.before()
@@ -291,7 +291,7 @@ def test_run_with_a_part_changed_in_place_is_not_resumed(part: str, capsys: pyte
     assert re.search(f"{place.named} (has changed|changed from )", read_output(capsys)[1])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("stage_copy")
 @pytest.mark.parametrize(
     "option",

@@ -224,7 +224,7 @@ def finished_parts(planned, folder, monkeypatch):
     )
 
 
-@pytest.mark.sample(50)
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", OPTION_EFFECTS)
 def test_option_has_its_documented_effect(outcome, name):
     row = OPTION_EFFECTS[name]

@@ -446,7 +446,7 @@ def test_dataset_prediction_with_another_engine_is_rejected(name, value, tmp_pat
         run_of(tmp_path, predict_with_generate=True, **{name: value})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("num_empty", "records"),
     [

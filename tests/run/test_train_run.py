@@ -206,6 +206,7 @@ def test_restarted_finished_run_does_nothing_and_reports_it(tmp_path, capsys):
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -152,7 +152,7 @@ def test_work_that_outlives_the_server_ends_silently(monkeypatch) -> None:
     assert not faults
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

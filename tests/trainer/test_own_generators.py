@@ -79,7 +79,7 @@ def train(folder, resume, generator, owner):
     return trainer
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [3, 6, 8])
 @pytest.mark.parametrize("owner", ["collator", "dataset", "collator of an own loader"])
 @pytest.mark.parametrize("kind", GENERATORS)

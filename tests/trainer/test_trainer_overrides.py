@@ -724,6 +724,7 @@ COPIED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", COPIED)
 def test_copy_of_a_method_of_transformers_changes_nothing(name, tmp_path):
     results = []

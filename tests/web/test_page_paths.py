@@ -226,6 +226,7 @@ def test_non_string_values_are_rejected_or_kept(page, root) -> None:
         assert page.send("GET", f"/api/runs/{run}/held-out?number={quote(number)}")[0] == 422
 
 
+@pytest.mark.slow
 @pytest.mark.run
 @pytest.mark.parametrize("folder", representative_slow(["/a\0b", "\ud800", "x" * 5000], 1))
 def test_invalid_folder_in_launch_record_is_not_a_server_error(page, root, folder) -> None:
