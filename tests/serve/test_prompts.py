@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from burnish.data.chat.choose import load_template
+from burnish.data.stats import DataStats
+from burnish.loop.types import Message
 from burnish.serve.api.body import read
 from burnish.serve.api.prompts import Prompter
 from burnish.serve.api.requests import ChatRequest
@@ -44,6 +48,26 @@ def test_joined_responses_keep_the_reasoning_of_each() -> None:
     thoughts = [{"role": "assistant", "content": text, "reasoning_content": f"because {text}"} for text in ("a", "b")]
     text = prompt_text(name="qwen3", messages=[QUESTION, *thoughts, QUESTION])
     assert "<think>\nbecause a\n\nbecause b\n</think>\n\na\n\nb<|im_end|>" in text
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama2"])
+def test_scored_conversation_has_the_tokens_of_a_training_pair(name: str) -> None:
+    template = load_template(template_options(template=name), byte_tokenizer())
+    messages = [QUESTION, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}, QUESTION]
+    request = read(ChatRequest, {"model": "m", "messages": [*messages, {"role": "assistant", "content": "red"}]})
+    prompter = Prompter(template)
+    pair = prompter.example(read(ChatRequest, {"model": "m", "messages": messages}))
+    pair = replace(pair, chosen=(Message("assistant", "red"),), rejected=(Message("assistant", "blue"),))
+    (row,) = template.encode_pairs([pair], DataStats())
+    assert row is not None
+    assert prompter.whole(request) == row["chosen_input_ids"].tolist()
+
+
+def test_conversation_that_cannot_be_scored_is_refused_with_the_reason() -> None:
+    prompter = Prompter(load_template(template_options(template="chatml"), byte_tokenizer()))
+    request = read(ChatRequest, {"model": "m", "messages": [{"role": "assistant", "content": "red"}]})
+    with pytest.raises(APIError, match=r"cannot render the conversation: .*do not alternate"):
+        prompter.whole(request)
 
 
 @pytest.mark.parametrize("second", ["system", "developer"])

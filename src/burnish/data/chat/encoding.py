@@ -30,7 +30,7 @@ from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
 from burnish.data.images.image_file import ImageFile
 from burnish.data.images.in_rows import Marks, images_column, images_of_segments
 from burnish.data.stats import DataStats, RecordReason, drop_reason, truncation_reason
-from burnish.loop.types import IGNORE_INDEX, Example, Row, as_lists
+from burnish.loop.types import IGNORE_INDEX, Example, Ids, Row, as_lists
 
 NOTHING_TO_LEARN = drop_reason("no trainable tokens")
 SHORTENED = truncation_reason("messages shortened to cutoff_len")
@@ -124,6 +124,14 @@ class ConversationEncoder:
         )
         others = [None if example.other is None else next(beside) for example in examples]
         return unpaired_rows(examples, own, others, self.encoding, self.cutoff_len, stats)
+
+    def encode_answers(self, examples: Sequence[Example], stats: DataStats) -> list[Ids | None]:
+        """Return the ids of each example up to the end of its last response, as in a row of a pair; not truncated.
+
+        None for dropped examples, which are counted in ``stats``.
+        """
+        answers = self._answers(examples, stats)
+        return [None if answer is None else concatenate_ids(one.ids for one in answer) for answer in answers]
 
     def encode_prompts(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """Return a row for the prompt of each example, without its final response: ``input_ids`` as an array, and

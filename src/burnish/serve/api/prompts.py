@@ -61,7 +61,7 @@ class Prompter:
         return row
 
     def whole(self, request: ChatRequest) -> list[int]:
-        """Return the ids of a conversation with its last response, as in a row of training data.
+        """Return the ids of a conversation with its last response, as in the pairs that a reward model is trained on.
 
         Raises:
             APIError: 400 if the template cannot render it, or the last message is not from the assistant.
@@ -70,14 +70,15 @@ class Prompter:
             message = "The last message must have the role assistant: its content is scored."
             raise APIError(400, "invalid_value", message, param="messages")
         try:
-            (row,) = self.template.encode_arrays(
-                [self.example(request.model_copy(update={"continue_final_message": False}))], DataStats()
-            )
+            example, stats = self.example(request.model_copy(update={"continue_final_message": False})), DataStats()
+            (ids,) = self.template.encode_answers([example], stats)
         except _RENDERING_ERRORS as error:
             raise self._unwritable(error) from error
-        if row is None:
-            raise APIError(400, "invalid_value", "The last assistant message is empty.", param="messages")
-        return [int(token) for token in row["input_ids"]]
+        if ids is None:
+            reason = next((each for each in stats.records if each.kind == "dropped"), "").removeprefix("dropped: ")
+            message = f"The chat template ({self.template.name}) cannot render the conversation: {reason}"
+            raise APIError(400, "invalid_value", message, param="messages")
+        return ids.tolist()
 
     def _unwritable(self, error: Exception) -> APIError:
         message = f"The chat template ({self.template.name}) cannot render the conversation: {_first_line(error)}"
