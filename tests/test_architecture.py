@@ -385,9 +385,10 @@ def test_every_option_group_belongs_to_the_run() -> None:
     from burnish.serve.api.options import ApiOptions
     from burnish.serve.eval.command import EvalOptions
     from burnish.serve.eval.dataset import PredictOptions
+    from burnish.serve.eval.score import ScoreOptions
     from burnish.serve.page.options import WebOptions
 
-    server_groups = (ApiOptions, EvalOptions, PredictOptions, WebOptions)
+    server_groups = (ApiOptions, EvalOptions, PredictOptions, ScoreOptions, WebOptions)
     joined = {base.__name__ for group in (*GROUPS, *MEMBER_GROUPS, *server_groups) for base in group.__mro__}
     for file in FILES:
         for node in nodes_of(tree_of(file)):

@@ -225,6 +225,13 @@ NEEDED_BY_EXPORT = (
     "export_", "llama_cpp", "overwrite_output_dir",
 )  # fmt: skip
 """Options that ``burnish export`` reads: full names or prefixes."""
+NEEDED_BY_SCORE = (
+    "save_dir", "score_name", "batch_size", "output_dir", "overwrite_output_dir", "dataset", "eval_dataset",
+    "dataset_dir", "formatting", "columns", "tags", "max_samples", "on_bad_record", "preprocessing_batch_size",
+    "model_name_or_path", "adapter_name_or_path", "template", "default_system", "enable_thinking", "preserve_thinking",
+    "tool_format", "trust_remote_code", "quantization_", "infer_context", "infer_dtype", "hf_hub_token", "use_cpu",
+)  # fmt: skip
+"""Options that ``burnish score`` reads."""
 _RUN_OPTIONS = ("run.plan.options:RunOptions",)
 _WEB_OPTIONS = ("serve.page.options:WebOptions",)
 _PROMPT_OPTIONS = ("data.chat.choose:TemplateOptions", "data.images.options:ImageOptions")
@@ -310,6 +317,13 @@ COMMANDS: dict[str, Command] = {
         "serve.eval.dataset:predict_sets",
         _PREDICT,
         unread="serve.eval.dataset:UNREAD",
+    ),
+    "score": Command(
+        "PATH dataset=FILE [key=value ...]",
+        "score the responses of a dataset with a reward model",
+        "serve.eval.score:score_sets",
+        ("serve.eval.score:ScoreOptions", *_RUN_OPTIONS),
+        NEEDED_BY_SCORE,
     ),
     "demo": Command(
         "[dpo | grpo | picture] [key=value ...] [--key value ...]",

@@ -198,6 +198,7 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
         ["predict", "model", "eval_dataset=rows", "dataset_dir=data", "template=chatml", "save_dir=predicted"],
         0,
     ),
+    "score": (["score", "model", "dataset=data/rows.json", "save_dir=scored"], 2),  # it is no reward model
     "demo": (["demo", "max_steps=1", "warmup_steps=0"], 0),
     "api with a wrong option": (["api", "model", "api_port=none"], 2),
     "webui with a wrong option": (["webui", "web_port=none"], 2),

@@ -333,6 +333,7 @@ WRITING = {
     "export": ("export_dir", ["model_name_or_path=model", "template=chatml"]),
     "predict": ("save_dir", ["model", "eval_dataset=rows", "dataset_dir=data", "template=chatml"]),
     "eval": ("save_dir", ["model", "eval_dataset=rows", "dataset_dir=data", "template=chatml"]),
+    "score": ("save_dir", ["model", "dataset=rows", "dataset_dir=data", "template=chatml"]),
     "train": ("output_dir", ["run.yaml", *LORA]),
 }
 """Command -> the option of its output folder, other arguments."""

@@ -368,6 +368,6 @@ def writes_answers(options: AnsweringOptions) -> bool:
 def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> RewardHead | None:
     head = reward_head(options, adapters)
     if head is not None and not may_score:
-        remedy = "For scores, use burnish predict, or POST /v1/score/evaluation of burnish api."
+        remedy = "For scores, use burnish score, or POST /v1/score/evaluation of burnish api."
         raise UserError(NO_ANSWERS, where=str(adapters[-1] if adapters else options.model_name_or_path), remedy=remedy)
     return None if head is None else head.to(device_of(options))

@@ -69,6 +69,7 @@ class StageObjective(Objective, Protocol):
         records: kind of records: "answers", "pairs" (two responses), "unpaired" (a response with a label), "prompts"
             (no response needed), or its own kind, which formats declare with ``holds``.
         record_columns: further columns of a record that are stored in ``Example.extra``. "*": all columns.
+        without_pairs: what to do with a dataset of single responses, if records are pairs.
         reads_images: whether rows may contain images.
         row_columns: columns of a row that ``collate`` needs -> their values in the row of a padding batch.
         token_columns: further per-token columns, also added to batches -> default value.
@@ -90,6 +91,7 @@ class StageObjective(Objective, Protocol):
 
     records: ClassVar[str] = "answers"
     record_columns: ClassVar[Sequence[str]] = ()
+    without_pairs: ClassVar[str] = ""
     reads_images: ClassVar[bool] = True
     row_columns: ClassVar[Mapping[str, Any]] = {"input_ids": (0, 0), "labels": (IGNORE_INDEX, 0)}
     token_columns: ClassVar[Mapping[str, float]] = {}

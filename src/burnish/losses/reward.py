@@ -164,6 +164,7 @@ class RewardObjective(StageObjective):
     """Scores of responses, trained on pairs (reward model)."""
 
     records = "pairs"
+    without_pairs = "To score single responses with a trained reward model, run burnish score PATH dataset=FILE."
     reads_images = False
     row_columns = PAIR_COLUMNS
     batch_keys = frozenset({"margin"})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from burnish.config.errors import UserError
+from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.models.load import weight_problems
 from burnish.models.options import REWARD_MODEL, ModelOptions
@@ -289,14 +289,19 @@ def head_of_reward_model(name: str, folders: Sequence[Path]) -> dict[str, Tensor
     """
     found = read_head(folders)
     if found is None:
-        what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
-        raise UserError(what, remedy="Train one with stage: rm, or set a reward function.", option="reward_model")
+        raise UserError(not_a_reward_model(name, "Train one with stage: rm, or set a reward function.", "reward_model"))
     weights, file = found
     if kind_of_head(file):
         raise UserError(
             f"{file} is not a linear layer; reward heads of other types are not supported.", option="reward_model"
         )
     return weights if file.name in (VALUE_HEAD, OLD_VALUE_HEAD) else None
+
+
+def not_a_reward_model(name: str, remedy: str, option: str) -> Problem:
+    """The problem that a model has no reward head."""
+    what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
+    return Problem(what, remedy=remedy, option=option)
 
 
 def load_reward_model(

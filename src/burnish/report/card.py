@@ -231,7 +231,7 @@ def _usage_section(facts: CardFacts) -> str:
 
 
 def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "", gives_scores: bool = False) -> list[str]:
-    """Return the commands that chat with a model folder and serve it, with burnish and other programs.
+    """Return the commands that use a model folder and serve it, with burnish and other programs.
 
     Args:
         folder: folder of the model.
@@ -241,7 +241,7 @@ def serving_lines(folder: str, is_adapter: bool = False, gguf: str = "", gives_s
     """
     quoted = shlex.quote(folder)
     if gives_scores:
-        return [f"burnish api {quoted}"]
+        return [f"burnish score {quoted} dataset=FILE", f"burnish api {quoted}"]
     lines = [f"burnish chat {quoted}", f"burnish api {quoted}"]
     if is_adapter:
         return lines

@@ -117,7 +117,8 @@ def next_steps(folder: Path, gives_scores: bool) -> list[str]:
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
     place = shlex.quote(str(folder))
-    return [f"burnish api {place}"] if gives_scores else [f"burnish chat {place}", f"burnish api {place}"]
+    first = f"burnish score {place} dataset=FILE" if gives_scores else f"burnish chat {place}"
+    return [first, f"burnish api {place}"]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Parse the arguments of ``burnish chat``, ``api``, ``eval``, ``predict`` and ``export`` into options.
+"""Parse the arguments of ``burnish chat``, ``api``, ``eval``, ``predict``, ``score`` and ``export`` into options.
 
 Arguments are ``PATH key=value --key value``. PATH is a YAML file, the folder of a run, a checkpoint, an exported model,
 a folder with an adapter, or a hub id.

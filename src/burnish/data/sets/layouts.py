@@ -370,7 +370,8 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, rec
     elif lists:
         remedy = f'"{lists[0]}" is a list of responses. Write the better one to "chosen" and the other to "rejected".'
     return Problem(
-        f'stage: {needs.stage} requires "chosen" and "rejected". Dataset {source.name} has neither.', remedy=remedy
+        f'stage: {needs.stage} requires "chosen" and "rejected". Dataset {source.name} has neither.',
+        remedy=f"{needs.without_pairs} {remedy}".lstrip(),
     )
 
 

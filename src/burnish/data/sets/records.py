@@ -65,12 +65,14 @@ class RecordNeeds:
         columns: further columns, stored in ``Example.extra``; ALL_COLUMNS for all columns of each record.
         stage: name of the stage, for error messages.
         reader: how images are found, or the type of a text-only model; None refuses images.
+        without_pairs: what to do with single responses, if the stage requires pairs.
     """
 
     kind: str = "answers"
     columns: tuple[str, ...] = ()
     stage: str = "sft"
     reader: MediaReader | None = None
+    without_pairs: str = ""
 
     @property
     def compares(self) -> bool:

@@ -37,6 +37,7 @@ def record_needs(options: RunOptions, records_of: str = "") -> RecordNeeds:
         tuple(own.record_columns),
         records_of or options.stage,
         _media_reader(options, objective.reads_images),
+        own.without_pairs,
     )
 
 

@@ -85,7 +85,7 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     command = "predict" if predicts else "eval"
     here = f"burnish {command}"
     for serving in servings:
-        folder = Path(save_dir or _separate_output_dir(serving.options)) / (serving.name if len(servings) > 1 else "")
+        folder = Path(save_dir or separate_output_dir(serving.options)) / (serving.name if len(servings) > 1 else "")
         values = {name: RawValue(value, here) for name, value in changed_options(serving.options).items()}
         writes, stage = writes_answers(serving.options), serving.options.stage
         generates = writes and (predicts or serving.options.predict_with_generate)
@@ -124,10 +124,10 @@ def evaluate_dataset(servings: Sequence[Serving], save_dir: str | None, predicts
     return 0
 
 
-def _separate_output_dir(options: RunOptions) -> Path:
-    """Return ``output_dir``, or a subfolder if it is the model's own folder, whose files would be overwritten."""
+def separate_output_dir(options: RunOptions, name: str = _RESULTS_FOLDER) -> Path:
+    """Return ``output_dir``, or its subfolder ``name`` if it is the folder of the model."""
     folder, models = Path(options.output_dir or ""), (options.model_name_or_path, *(options.adapter_name_or_path or ()))
-    return folder / _RESULTS_FOLDER if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
+    return folder / name if folder.resolve() in [Path(str(model)).resolve() for model in models] else folder
 
 
 def _recorded_template(serving: Serving) -> dict[str, RawValue]:

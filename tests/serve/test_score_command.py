@@ -1,0 +1,168 @@
+"""``burnish score``: the scores of a reward model for the records of a dataset."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_scores import serving
+
+from bad_inputs import read_output
+from burnish import RewardModel
+from burnish.cli import main
+from burnish.inference.scoring import ScoreEngine
+from pair_runs import make_pair_workspace, pairs, train_on_pairs
+from serve.client import post
+
+pytestmark = pytest.mark.run
+
+TALK = [{"role": "user", "content": "Repeat: red"}, {"role": "assistant", "content": "red red"}]
+LONG_TALK = [*TALK, {"role": "user", "content": "Repeat: blue"}, {"role": "assistant", "content": "blue " * 20}]
+CONVERSATIONS = [LONG_TALK, TALK, [*TALK[:1], {"role": "assistant", "content": ""}]]
+SHAPES = {"classifier": {"reward_head": "score"}, "adapter": {"finetuning_type": "lora"}}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_pair_workspace(tmp_path_factory.mktemp("score"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, more in SHAPES.items():
+            train_on_pairs(folder, patch, stage="rm", output_dir=str(folder / name), **more)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def temporary_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+
+
+def write_lines(name: str, records: list) -> None:
+    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scores_are_those_of_python_and_of_the_server(name: str, workspace: Path) -> None:
+    texts = ["red", "<|im_start|>user\nred<|im_end|>\n"]
+    write_lines("talks.jsonl", [{"id": n, "messages": talk} for n, talk in enumerate(CONVERSATIONS)])
+    write_lines("texts.jsonl", [{"text": text} for text in texts])
+    assert main(["score", str(workspace / name), "dataset=talks.jsonl,texts.jsonl", "save_dir=out"]) == 0
+    found = [*lines("out/scores_talks.jsonl"), *lines("out/scores_texts.jsonl")]
+    assert [(line["id"], line["messages"]) for line in found[:3]] == list(enumerate(CONVERSATIONS))
+    scores = [line["score"] for line in found]
+    expected = RewardModel.from_pretrained(workspace / name).score([*CONVERSATIONS, *texts])
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert len({*scores}) == len(scores)
+    running, end = serving(workspace / name)
+    try:
+        body = {"model": "judge", "messages": [*CONVERSATIONS, *texts]}
+        assert post(running, "/v1/score/evaluation", body)[1]["scores"] == pytest.approx(scores, abs=1e-5)
+    finally:
+        end()
+
+
+def test_scores_of_pairs_are_those_of_predictions(workspace: Path) -> None:
+    write_lines("pairs.jsonl", pairs(5))
+    folder = str(workspace / "adapter")
+    assert main(["score", folder, "dataset=pairs.jsonl", "save_dir=out", "score_name=judged"]) == 0
+    assert main(["predict", folder, "eval_dataset=pairs.jsonl", "save_dir=predicted"]) == 0
+    predicted = lines("predicted/generated_predictions.jsonl")
+    for line, pair, other in zip(lines("out/scores_pairs.jsonl"), pairs(5), predicted, strict=True):
+        own = {f"judged_{side}": pytest.approx(other[side], abs=1e-5) for side in ("chosen", "rejected")}
+        assert line == {**pair, **own}
+
+
+def test_score_does_not_depend_on_the_other_records(workspace: Path) -> None:
+    records = [{"instruction": f"Repeat: {n}", "output": "red " * (n % 7), "n": n} for n in range(30)]
+    scores = []
+    for name, order, size in (("forward", records, 8), ("backward", records[::-1], 3), ("single", records, 1)):
+        write_lines(f"{name}.jsonl", order)
+        options = [f"dataset={name}.jsonl", "save_dir=out", f"batch_size={size}"]
+        assert main(["score", str(workspace / "classifier"), *options]) == 0
+        scores.append({line["n"]: line["score"] for line in lines(f"out/scores_{name}.jsonl")})
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert scores[0] == pytest.approx(scores[2], abs=1e-5)
+
+
+def test_records_that_cannot_be_scored_are_named_or_dropped(workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = [{"messages": TALK, "id": 1}]
+    for name, record, reason in (
+        ("question", {"messages": TALK[:1], "id": 2}, "the record does not end with a response."),
+        ("long", {"messages": [TALK[0], {"role": "assistant", "content": "red " * 300}]},
+         "the record is longer than the context: 321 of at most 256 tokens."),
+        ("turns", {"messages": TALK[1:]}, "responses (assistant, function) do not alternate."),
+    ):  # fmt: skip
+        write_lines(f"{name}.jsonl", [*whole, record, record])
+        argv = ["score", str(workspace / "adapter"), f"dataset={name}.jsonl", "save_dir=out"]
+        assert main(argv) == 2
+        error = read_output(capsys)[1]
+        assert f"{name}.jsonl, record 2 (line 2): " in error
+        assert reason in error
+        assert "Same problem in record 3." in error
+        assert not Path("out").exists()
+        assert main([*argv, "on_bad_record=drop"]) == 0
+        assert f"2 of 3 examples ({name}.jsonl: 2, 3)" in read_output(capsys)[0]
+        assert [{**line, "score": 0} for line in lines(f"out/scores_{name}.jsonl")] == [{**whole[0], "score": 0}]
+        Path(f"out/scores_{name}.jsonl").unlink()
+        Path("out").rmdir()
+
+
+def test_nothing_is_overwritten(workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    argv = ["score", str(workspace / "adapter"), "dataset=talks.jsonl", "save_dir=out"]
+    assert main(argv) == 0
+    before = lines("out/scores_talks.jsonl")
+    assert main(argv) == 2
+    assert "out/scores_talks.jsonl already exists." in read_output(capsys)[1]
+    assert main([*argv, "overwrite_output_dir=true"]) == 0
+    again = ["score", str(workspace / "classifier"), "dataset=out/scores_talks.jsonl", "save_dir=out"]
+    assert main(again) == 2
+    assert 'record 1: it already has the field "score".' in read_output(capsys)[1]
+    assert main([*again, "score_name=second"]) == 0
+    assert [{**line, "second": 0} for line in lines("out/scores_scores_talks.jsonl")] == [{**before[0], "second": 0}]
+
+
+def test_interrupted_command_leaves_no_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    monkeypatch.setattr(ScoreEngine, "scores", interrupted)
+    assert main(["score", str(workspace / "adapter"), "dataset=talks.jsonl", "save_dir=out"]) == 130
+    assert not Path("out").exists()
+
+
+def test_configuration_of_four_lines(workspace: Path) -> None:
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    config = f"model_name_or_path: {workspace / 'model'}\nadapter_name_or_path: {workspace / 'adapter'}\n"
+    Path("score.yaml").write_text(f"{config}dataset: talks.jsonl\noutput_dir: out\n")
+    assert main(["score", "score.yaml"]) == 0
+    assert len(lines("out/scores_talks.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["model", "dataset=talks.jsonl"], 'has no value_head.safetensors and no "score" weights: it is not a reward'),
+        (["adapter"], "nothing to score: dataset is not set."),
+        (["adapter", "talks.jsonl"], "Pass the records as an option: dataset=talks.jsonl"),
+        (["adapter", "dataset=none.jsonl"], '"dataset": the file'),
+        (["adapter", "dataset=talks.jsonl", "infer_backend=vllm"], "scores are computed in this process"),
+    ],
+)  # fmt: skip
+def test_unusable_arguments_are_refused(
+    argv: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    assert main(["score", str(workspace / argv[0]), *argv[1:], "save_dir=out"]) == 2
+    assert message in read_output(capsys)[1]
+    assert not Path("out").exists()
+
+
+def test_predictions_for_single_responses_name_the_command(workspace: Path, capsys: pytest.CaptureFixture) -> None:
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    assert main(["predict", str(workspace / "adapter"), "eval_dataset=talks.jsonl"]) == 2
+    assert "run burnish score PATH dataset=FILE." in read_output(capsys)[1]
