@@ -166,3 +166,25 @@ def test_predictions_for_single_responses_name_the_command(workspace: Path, caps
     write_lines("talks.jsonl", [{"messages": TALK}])
     assert main(["predict", str(workspace / "adapter"), "eval_dataset=talks.jsonl"]) == 2
     assert "run burnish score PATH dataset=FILE." in read_output(capsys)[1]
+
+
+@pytest.mark.parametrize("head", ["value_head", "score"])
+def test_reasoning_template_of_training_is_used_in_python(
+    head: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The rows of pairs have no reasoning before the last response, and no empty reasoning block there."""
+    folder = workspace / f"thinking with {head}"
+    options = {"template": "qwen3", "missing_control_tokens": "split", "reward_head": head, "output_dir": str(folder)}
+    train_on_pairs(workspace, monkeypatch, stage="rm", **options)
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nred red"}
+    talks = [[TALK[0], thought, *TALK], [*TALK, *TALK], [TALK[0], thought]]
+    write_lines("talks.jsonl", [{"messages": talk} for talk in talks])
+    capsys.readouterr()
+    assert main(["score", str(folder), "dataset=talks.jsonl", "save_dir=out"]) == 0
+    output = "".join(read_output(capsys))
+    assert not any(text in output for text in ("differ from", "score.weight")), output
+    scores = [line["score"] for line in lines("out/scores_talks.jsonl")]
+    assert scores == pytest.approx(RewardModel.from_pretrained(folder).score(talks), abs=1e-5)
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    assert main(["export", str(folder), "export_dir=whole", "missing_control_tokens=split"]) == 0
+    assert scores == pytest.approx(RewardModel.from_pretrained("whole").score(talks), abs=1e-5)

@@ -83,6 +83,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
     template = load_template(options, tokenizer, UNLIMITED_CONTEXT)
     notes += configure_tokenizer(template, tokenizer)
+    template = template if head is None else template.answering_last()
     tokenizer.chat_template = template.jinja()
     using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
 

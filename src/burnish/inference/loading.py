@@ -90,12 +90,13 @@ def load_for_inference(
     template = load_template(options, tokenizer, UNLIMITED_CONTEXT, family)
     own = tokenizer.chat_template
     notes += configure_tokenizer(template, tokenizer)
+    head = None if is_remote(options) else _reward_head(options, adapters, may_score)
+    template = template if head is None else template.answering_last()
     differs = _other_template(template, own, tokenizer)
     notes += differs
     notes += incomplete_chain_notes(adapters)
     served = served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
-    head = None if is_remote(options) else _reward_head(options, adapters, may_score)
     model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
     adapter_context = load_side_by_side(model, served) if model is not None and served else None
     for sentence in notes:

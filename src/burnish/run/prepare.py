@@ -102,7 +102,8 @@ def prepare(plan: Plan) -> Prepared:
     template = load_template(options, tokenizer, family=family)
     template.images_refused = next(iter(refused), None)
     notes += configure_tokenizer(template, tokenizer)
-    tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
+    written = template if OBJECTIVES[options.stage].uses_lm_head else template.answering_last()
+    tokenizer.chat_template = written.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     shapes = resized_meta_model(config, tokenizer, options)
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])

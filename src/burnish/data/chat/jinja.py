@@ -52,8 +52,11 @@ class _Slot:
     is_spaced: bool = False  # the tokenizer inserts a space before the content, unless it begins with one
 
 
-def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
-    """Return the Jinja chat template of ``spec`` with ``options``, using the tokenizer's own tokens."""
+def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, forgets_thoughts: bool) -> str:
+    """Return the Jinja chat template of ``spec`` with ``options``, using the tokenizer's own tokens.
+
+    ``forgets_thoughts``: whether the reasoning of responses before the last one is removed.
+    """
     user = _with_header(_slot(spec.user, tokenizer), [_slot(s, tokenizer).tail for s in (spec.assistant, spec.system)])
     return "".join(
         (
@@ -72,7 +75,7 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) ->
             "{%- elif message['role'] == 'tool' -%}",
             _observation(_with_same_header(_slot(spec.observation, tokenizer), user.header), spec.between_observations),
             "{%- elif message['role'] == 'assistant' -%}",
-            _answer(spec, options, tokenizer),
+            _answer(spec, options, tokenizer, forgets_thoughts),
             "{%- else -%}{{- raise_exception('This template does not support the role ' ~ message['role'] ~ '.') -}}",
             "{%- endif -%}",
             "{%- endfor -%}",
@@ -209,9 +212,9 @@ def _observation(slot: _Slot, between: str) -> str:
     )
 
 
-def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str:
+def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, forgets: bool) -> str:
     answer, function = _slot(spec.assistant, tokenizer), _slot(spec.function, tokenizer)
-    prefix, trained = _thoughts(spec, options)
+    prefix, trained = _thoughts(spec, options, forgets)
     return "".join(
         (
             prefix,
@@ -231,12 +234,15 @@ def _answer(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any) -> str
     )
 
 
-def _thoughts(spec: TemplateSpec, options: TemplateChoices) -> tuple[str, str]:
-    """Return Jinja that adds or removes reasoning: before the trained part of a response, and at its start."""
+def _thoughts(spec: TemplateSpec, options: TemplateChoices, forgets: bool) -> tuple[str, str]:
+    """Return Jinja that adds or removes reasoning: before the trained part of a response, and at its start.
+
+    Args:
+        forgets: whether the reasoning of responses before the last one is removed.
+    """
     if not spec.reasoning:
         return "", ""
     opens, closes = (jinja_string(word.strip()) for word in spec.thought_words)
-    forgets = options.mask_history and not options.preserve_thinking
     history = "(not loop.last or add_generation_prompt)"
     removed = "true" if options.enable_thinking is False else history if forgets else "false"
     lacking = f"{opens} not in content and {closes} not in content"

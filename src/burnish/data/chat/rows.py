@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final, Protocol
@@ -107,6 +108,13 @@ class Template(ConversationEncoder):
         self.marks = None if form.family is None else Marks(form.family, form.writes_openings)
         self.notes: list[str] = []
         self.images_refused: UserError | None = None  # why a vision model cannot be given images
+
+    def answering_last(self) -> Template:
+        """Return the template as it formats conversations whose last response is compared or scored (see
+        ``TemplateFormat.answering_last``)."""
+        found = copy(self)
+        found.form = self.form.answering_last()
+        return found
 
     def prompt(self, example: Example) -> list[int]:
         """Return the ids up to the beginning of the next response. A final response in the example is ignored."""
