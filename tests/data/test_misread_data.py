@@ -164,7 +164,7 @@ def test_config_with_fewer_layers_than_weights_is_rejected(
 @pytest.mark.run
 def test_unused_tensor_is_counted(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save({**weights(), "vision.patches.weight": torch.ones(2, 2)})
-    assert "1 tensors in the files are not part of LlamaForCausalLM: vision.patches.weight." in run(capsys)
+    assert "1 tensor in the files is not part of LlamaForCausalLM: vision.patches.weight." in run(capsys)
 
 
 def test_conversations_for_pretraining_are_rejected_with_the_remedy(

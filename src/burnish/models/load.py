@@ -397,9 +397,11 @@ def _pretrained_model(
     _check_generation(model, source.name)
     found: dict[str, Any] = loaded[1]
     raise_if(weight_problems(source.name, model, found, needs_head, names))
-    if found["unexpected_keys"]:
-        unused = sorted(found["unexpected_keys"])
-        notes.append(f"{len(unused)} tensors in the files are not part of {type(model).__name__}: {few(unused)}.")
+    # The score head of a reward model is loaded by ``models.reward_files``.
+    unused = sorted(name for name in found["unexpected_keys"] if needs_head or not name.endswith("score.weight"))
+    if unused:
+        count = "1 tensor in the files is" if len(unused) == 1 else f"{len(unused)} tensors in the files are"
+        notes.append(f"{count} not part of {type(model).__name__}: {few(unused)}.")
     return model
 
 
