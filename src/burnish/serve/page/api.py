@@ -185,7 +185,10 @@ class Api:
         run, name = await self.site.run(request.path_params["id"]), request.path_params["name"]
         if name not in [file["name"] for file in _files(run.folder)]:
             raise APIError(404, "no_file", "The run has no file with this name.")
-        body = await asyncio.to_thread(_download, run.folder / name)
+        try:
+            body = await asyncio.to_thread(_download, run.folder / name)
+        except OSError as error:  # it was removed meanwhile, or belongs to another user
+            raise APIError(404, "no_file", f'Cannot read "{name}": {error.strerror or error}.') from error
         headers = {"content-disposition": f"attachment; filename*=UTF-8''{quote(name)}"}  # RFC 6266
         return Response(body, headers=headers, media_type="application/octet-stream")
 

@@ -81,8 +81,7 @@ class Form:
     def _presets(self) -> dict[str, dict[str, Any]]:
         """Name -> values of the saved presets. Unreadable files are skipped."""
         home = self.site.home
-        texts = {name: home.text(f"presets/{name}.yaml") for name in home.names("presets")}
-        read = {name: self._read_yaml(text) for name, text in texts.items() if text}
+        read = {name: _read_yaml_file(home.folder / f"presets/{name}.yaml") for name in home.names("presets")}
         return {name: found["values"] for name, found in read.items() if not found["problems"]}
 
     async def keep_preset(self, request: Request) -> Response:
@@ -137,15 +136,11 @@ class Form:
 
     def _read_yaml(self, text: str) -> dict[str, Any]:
         """Parse YAML with the reader of the command line, so that limits and errors are the same."""
-        with tempfile.TemporaryDirectory(dir=self.site.home.folder) as folder:
+        home = self.site.home
+        with home.writing(), tempfile.TemporaryDirectory(dir=home.folder) as folder:
             file = Path(folder) / "run.yaml"
             file.write_text(text, encoding="utf-8", errors="replace")
-            try:
-                values, _ = read_arguments([str(file)])
-            except UserError as error:
-                places = [str(problem).replace(f"{folder}/", "") for problem in error.problems]
-                return {"values": {}, "problems": places}
-        return {"values": {name: item.value for name, item in values.items()}, "problems": []}
+            return _read_yaml_file(file)
 
     async def columns(self, request: Request) -> Response:
         """The columns of a file of records below a root, with their first values."""
@@ -192,6 +187,15 @@ def _add_entry(file: Path, name: str, entry: dict[str, Any]) -> None:
             write_text_atomically(file, json.dumps({**known, name: entry}, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise APIError(422, "not_written", f"Cannot write {file.name}: {error.strerror}.") from error
+
+
+def _read_yaml_file(file: Path) -> dict[str, Any]:
+    """The values of a YAML file, and its problems without the folder of the file."""
+    try:
+        values, _ = read_arguments([str(file)])
+    except UserError as error:
+        return {"values": {}, "problems": [str(problem).replace(f"{file.parent}/", "") for problem in error.problems]}
+    return {"values": {name: item.value for name, item in values.items()}, "problems": []}
 
 
 def safe_id(request: Request) -> str:

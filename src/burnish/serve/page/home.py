@@ -8,9 +8,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 from burnish.config.errors import UserError
+from burnish.serve.http.errors import APIError
 from burnish.serve.http.guards import new_key
 from burnish.utils.files import close_in_children, expand_user, temporary_path
 
@@ -51,26 +54,53 @@ class Home:
     def key(self) -> str:
         """The key, generated at the first start and stored."""
         path = self.folder / "key"
-        if path.is_file() and len(found := path.read_text(encoding="ascii").strip()) >= 16:
-            return found
+        try:
+            if path.is_file() and len(found := path.read_text(encoding="utf-8").strip()) >= 16:
+                return found
+        except UnicodeDecodeError as error:
+            what = f'The key file "{path}" is not UTF-8 text.'
+            raise UserError(what, remedy="Remove it; a new key is generated.") from error
         key = new_key()
-        self.write("key", key + "\n")
+        self._write("key", key + "\n")
         return key
 
     def redirecting_file(self, link: str) -> str:
         """URI of a private HTML file that redirects to ``link``. Opening ``link`` directly would show the key in the
         browser's command line, which every user of the machine can read."""
-        self.write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')
+        self._write("open.html", f'<!doctype html><meta http-equiv="refresh" content="0;url={link}">\n')
         return (self.folder / "open.html").resolve().as_uri()
 
     def write(self, name: str, text: str) -> None:
+        """Write a file for a request. Raises APIError as ``writing``."""
+        with self.writing():
+            self._write(name, text)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Convert an error of writing to the state folder.
+
+        Raises:
+            APIError: 507, such as on a full disk.
+        """
+        try:
+            yield
+        except OSError as error:
+            message = f"Cannot write to the state folder {self.folder}: {error.strerror or error}."
+            raise APIError(507, "not_written", message) from error
+
+    def _write(self, name: str, text: str) -> None:
         target = self.folder / name
         temporary = temporary_path(target)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def read(self, name: str) -> Any:
         """Parsed JSON of a file, or None if it does not exist or is invalid."""
@@ -79,19 +109,14 @@ class Home:
         except (OSError, ValueError):
             return None
 
-    def text(self, name: str) -> str:
-        """Content of a file, or "" if it cannot be read."""
-        try:
-            return (self.folder / name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
     def remove(self, name: str) -> bool:
-        """Remove a file. Returns whether it existed."""
+        """Remove a file. Returns whether it existed. Raises APIError as ``writing``."""
         path = self.folder / name
         is_there = path.is_file()
-        path.unlink(missing_ok=True)
+        with self.writing():
+            path.unlink(missing_ok=True)
         return is_there
 
     def names(self, kind: str) -> list[str]:
+        """Names of the files of one kind, without their endings."""
         return sorted(path.stem for path in (self.folder / kind).iterdir() if not path.name.startswith("."))

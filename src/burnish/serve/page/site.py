@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Site:
             cached = self.home.read("form.json")
             if not isinstance(cached, dict) or cached.get("mark") != mark:
                 cached = {"mark": mark, **await self.planner.whole({"form": True})}
-                self.home.write("form.json", json.dumps(cached))
+                with suppress(APIError):  # described again by the next server
+                    self.home.write("form.json", json.dumps(cached))
             self._form = cached
         return self._form
 

@@ -10,6 +10,7 @@ that an earlier server started; such a job is done if its results exist, which a
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -33,6 +34,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 }
 """Export format in the form -> arguments of the command."""
 _TEXT = 8000
+logger = logging.getLogger("burnish.jobs")
 _SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
 """Size of an export relative to the same weights in 16 bits."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
@@ -126,8 +128,12 @@ class Commands:
         return job.id
 
     def _record(self) -> None:
+        """Record the jobs for later servers. If that fails, those do not list the latest ones."""
         kept = list(self._jobs.values())[-_MOST_RECORDS:]
-        self.site.home.write(_RECORDS, json.dumps([asdict(job) for job in kept]))
+        try:
+            self.site.home.write(_RECORDS, json.dumps([asdict(job) for job in kept]))
+        except APIError as error:
+            logger.warning("The jobs of the web UI were not recorded: %s", error.message)
 
     def all(self) -> list[dict[str, Any]]:
         """The jobs, the newest first."""

@@ -12,7 +12,8 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,27 @@ class Starter:
         """
         values = await self.check_values(values)
         folder = self.folder_of(values)
-        self._check_folder(folder, folder_choice)
+        with self._writing(folder):
+            self._check_folder(folder, folder_choice)
         values["overwrite_output_dir"] = folder_choice == "overwrite"
         if not values["overwrite_output_dir"]:
             del values["overwrite_output_dir"]
         is_resumed = folder_choice == "resume" and (folder / RUN_YAML).is_file()
         file = REQUESTED_YAML if is_resumed else RUN_YAML
-        try:
+        with self._writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_text_atomically(folder / file, given_yaml(values, {}))
-        except OSError as error:
-            message = f'Cannot write to the folder "{self.places.display_path(folder)}": {error.strerror}.'
-            raise APIError(422, "not_written", message, param="output_dir") from error
-        self._launch(folder, devices, file)
+            self._launch(folder, devices, file)
         return folder
+
+    @contextmanager
+    def _writing(self, folder: Path) -> Iterator[None]:
+        """Raises APIError 422 if the files of a run cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            message = f'Cannot write to the folder "{self.places.display_path(folder)}": {error.strerror or error}.'
+            raise APIError(422, "not_written", message, param="output_dir") from error
 
     def _check_folder(self, folder: Path, choice: str) -> None:
         if is_alive(object_in(folder / LAUNCH)):
@@ -121,12 +129,13 @@ class Starter:
 
         Raises:
             APIError: 409 if it is still running or has no file, 422 if the file sets options that a visitor may not
-                set.
+                set, or the folder cannot be written.
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
         await self.check_values(await asyncio.to_thread(self._values_of, run), self._place_of(run.folder))
-        self._launch(run.folder, None)
+        with self._writing(run.folder):
+            self._launch(run.folder, None)
 
     async def values_of(self, run: FoundRun) -> dict[str, Any]:
         """The values in a run's ``run.yaml``, with relative data paths resolved as at its start.
@@ -175,9 +184,12 @@ class Starter:
 
         Args:
             reads_all: the owner of the page chose its arguments, so it may read outside of the roots.
+        Raises:
+            APIError: 507 if its output cannot be written.
         """
         environment = environment_of_child(() if reads_all else self.places.roots)
-        child = start_burnish(argv, folder or self.places.first, output, environment)
+        with self.home.writing():
+            child = start_burnish(argv, folder or self.places.first, output, environment)
         self._children.append(child)
         return child
 
