@@ -58,10 +58,10 @@ def test_page_whose_first_request_fails_says_so(sample_runs, visitor, server) ->
 
 def test_expired_session_leads_from_the_updates_to_the_sign_in_page(sample_runs, visitor, server) -> None:
     with visitor.expect_response("**/api/stream*"):  # a later request would leave the page before the event below
-        visitor.goto(f"{server.address}/runs")
+        visitor.goto(f"{server.address}/runs?state=done")
     visitor.context.clear_cookies()
     visitor.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # begins the updates again
-    visitor.wait_for_url("**/sign-in?to=runs")
+    visitor.wait_for_url("**/sign-in?to=runs%3Fstate%3Ddone")
 
 
 def test_job_is_followed_over_a_lost_connection_and_missing_model_is_not_replaced(sample_runs, visitor, server) -> None:

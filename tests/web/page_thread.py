@@ -35,7 +35,7 @@ class Page:
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
         """Send a request with the page's cookie and Origin. ``headers`` override them; "" removes one."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        defaults = {"Cookie": f"burnish={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
+        defaults = {"Cookie": f"{self.sessions.cookie}={self.cookie}", "Origin": f"http://127.0.0.1:{self.port}"}
         if body is not None:
             defaults["Content-Type"] = "application/json"
         options = {name: value for name, value in {**defaults, **headers}.items() if value}

@@ -30,6 +30,7 @@ from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, new_events, read_cursor
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.series import downsample
+from burnish.serve.page.session import Sessions
 from burnish.serve.page.words import language_of, page_words
 from web.conftest import KEY
 from web.page_thread import start_page
@@ -79,7 +80,7 @@ def test_missing_cookie_redirects_pages_to_sign_in_and_gives_scripts_401(page) -
     for path in READS:
         assert page.send("GET", path, Cookie="")[0] == 401
     for method, path in EFFECTS:
-        assert page.send(method, path.format(id="x"), {}, Cookie="burnish=1.2")[0] == 401
+        assert page.send(method, path.format(id="x"), {}, Cookie=f"{page.sessions.cookie}=1.2")[0] == 401
     assert page.send("GET", "/healthz", Cookie="")[0] == 200
 
 
@@ -88,7 +89,7 @@ def test_sign_in_by_script_and_form_sets_a_strict_cookie(page) -> None:
     assert status == 200
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= {part.strip() for part in headers["set-cookie"].split(";")}
     value = headers["set-cookie"].partition("=")[2].partition(";")[0]
-    assert page.send("GET", "/runs", Cookie=f"burnish={value}")[0] == 200
+    assert page.send("GET", "/runs", Cookie=f"{page.sessions.cookie}={value}")[0] == 200
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
     status, headers, _ = page.send("POST", "/sign-in", f"key={KEY}&to=new".encode(), Cookie="", **kind)
     assert (status, headers["location"]) == (303, "new")
@@ -98,6 +99,30 @@ def test_sign_in_by_script_and_form_sets_a_strict_cookie(page) -> None:
     status, _, text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind)
     assert status == 403
     assert "Invalid key" in text
+
+
+def test_sign_in_leads_to_the_page_with_its_query(page) -> None:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    for path in ("compare?runs=a1b2c3d4e5f6,0123456789ab", "runs/a1b2c3d4e5f6", "runs?q=50%25+of&state=done"):
+        _, headers, _ = page.send("GET", f"/{path}", Cookie="")
+        up, _, query = headers["location"].partition("sign-in")
+        assert up == "../" * path.count("/")
+        to = urllib.parse.parse_qs(query.removeprefix("?"))["to"][0]
+        assert to == path
+        assert f'value="{path.replace("&", "&amp;")}"' in page.send("GET", f"/sign-in{query}", Cookie="")[2]
+        body = urllib.parse.urlencode({"key": KEY, "to": to}).encode()
+        assert page.send("POST", "/sign-in", body, Cookie="", **kind)[1]["location"] == path
+    for to in ("//evil.example?a=b", "https:evil?a", "runs?a=\n\nb", "runs?<script>", "?a=b", "/runs?a=b"):
+        body = urllib.parse.urlencode({"key": KEY, "to": to}).encode()
+        assert page.send("POST", "/sign-in", body, Cookie="", **kind)[1]["location"] == "runs"
+
+
+def test_servers_of_one_host_have_their_own_sessions(page) -> None:
+    other = Sessions("another key of sixteen")
+    both = f"{page.sessions.cookie}={page.cookie}; {other.cookie}={other.new_cookie()}"
+    assert page.send("GET", "/runs", Cookie=both)[0] == 200
+    assert other.cookie != page.sessions.cookie  # browsers send the cookies of a host to each of its ports
+    assert Sessions(KEY).cookie == page.sessions.cookie
 
 
 def test_ten_wrong_keys_a_minute_block_sign_in_and_no_page_shows_the_key(page) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 def put(page, path: str, body: bytes) -> tuple[int, dict]:
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
-    headers = {"Cookie": f"burnish={page.cookie}", "Origin": f"http://127.0.0.1:{page.port}"}
+    headers = {"Cookie": f"{page.sessions.cookie}={page.cookie}", "Origin": f"http://127.0.0.1:{page.port}"}
     connection.request("PUT", path, body, headers)
     response = connection.getresponse()
     return response.status, json.loads(response.read())

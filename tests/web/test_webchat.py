@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.serve.api.options import with_adapters
-from burnish.serve.page.command import read_named, read_options
+from burnish.serve.page.command import _link, read_named, read_options
 
 
 def test_page_options_are_separated_from_model_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +34,15 @@ def test_missing_model_is_an_error_message(capsys: pytest.CaptureFixture[str]) -
     assert "burnish webchat requires a model.\n  Usage: burnish webchat PATH" in capsys.readouterr().err
     with pytest.raises(UserError, match='"web_key" on the command line'):
         read_named(["model", "web_key=short"])
+
+
+def test_link_contains_any_key_unchanged() -> None:
+    key = 'a+b%20&c="d" #é'
+    link = _link("http://127.0.0.1:7860", "chat", key)
+    assert parse_qs(urlsplit(link).fragment, encoding="utf-8")["key"] == [key]
+    assert link.isascii()
+    assert '"' not in link  # it is written to a private HTML file
+    assert _link("http://127.0.0.1:7860", "runs", None) == "http://127.0.0.1:7860/runs"
 
 
 @pytest.mark.run

@@ -40,7 +40,7 @@ from burnish.serve.page.runs.report import curves, table
 from burnish.serve.page.runs.run_warnings import warnings_of
 from burnish.serve.page.runs.runs import ALIVE
 from burnish.serve.page.runs.series import line_chart, series, small_line_chart
-from burnish.serve.page.session import COOKIE, SESSION_LIFETIME_S, Sessions
+from burnish.serve.page.session import SESSION_LIFETIME_S, Sessions, is_place
 from burnish.serve.page.site import Site
 from burnish.serve.page.words import FOLDER as WORDS
 from burnish.serve.page.words import LANGUAGES, page_words, requested_language, translator
@@ -194,7 +194,7 @@ class Pages:
 
     async def sign_in_page(self, request: Request) -> Response:
         to = request.query_params.get("to", "")
-        return self._page("sign-in", request, to=to if _is_ours(to) else "", wrong="")
+        return self._page("sign-in", request, to=to if is_place(to) else "", wrong="")
 
     async def sign_in(self, request: Request) -> Response:
         """Sign in with JSON (scripts) or form data (without JavaScript)."""
@@ -210,16 +210,18 @@ class Pages:
         except APIError as refusal:
             if not is_form:
                 raise
-            return self._page("sign-in", request, refusal.status, to=to if _is_ours(to) else "", wrong=refusal.message)
-        headers = {"set-cookie": _cookie(COOKIE, self.sessions.new_cookie(), request.scope.get("scheme") == "https")}
+            return self._page("sign-in", request, refusal.status, to=to if is_place(to) else "", wrong=refusal.message)
+        headers = {"set-cookie": self._cookie(request, self.sessions.new_cookie(), SESSION_LIFETIME_S)}
         if is_form:
-            return Response(status_code=303, headers={**headers, "location": to if _is_ours(to) else "runs"})
+            return Response(status_code=303, headers={**headers, "location": to if is_place(to) else "runs"})
         return ShownJson({"status": "ok"}, headers=headers)
 
     async def sign_out(self, request: Request) -> Response:
-        return ShownJson(
-            {"status": "ok"}, headers={"set-cookie": f"{COOKIE}=; Path=/; Max-Age=0; HttpOnly; SameSite=Strict"}
-        )
+        return ShownJson({"status": "ok"}, headers={"set-cookie": self._cookie(request, "", 0)})
+
+    def _cookie(self, request: Request, value: str, lifetime_s: int) -> str:
+        secure = "; Secure" if request.scope.get("scheme") == "https" else ""
+        return f"{self.sessions.cookie}={value}; Path=/; Max-Age={lifetime_s}; HttpOnly; SameSite=Strict{secure}"
 
     # --- errors -------------------------------------------------------------------------------------------------------
 
@@ -267,16 +269,6 @@ class Pages:
 def _wants_document(request: Request) -> bool:
     """Whether a request is that of a browser for a page."""
     return "text/html" in request.headers.get("accept", "")
-
-
-def _is_ours(to: str) -> bool:
-    """Whether ``to`` is a path within the web UI (protects against open redirects)."""
-    return bool(to) and to.replace("/", "").replace("-", "").isalnum() and to.isascii() and not to.startswith("/")
-
-
-def _cookie(name: str, value: str, is_secure: bool) -> str:
-    secure = "; Secure" if is_secure else ""
-    return f"{name}={value}; Path=/; Max-Age={SESSION_LIFETIME_S}; HttpOnly; SameSite=Strict{secure}"
 
 
 def _summary(columns: dict[str, list[Any]]) -> dict[str, Any]:

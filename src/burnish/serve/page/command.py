@@ -12,6 +12,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from urllib.parse import quote
 
 from burnish.config.errors import MissingExtraError, Problem, UserError, did_you_mean
 from burnish.config.options import RawValue, build, raise_if
@@ -63,9 +64,8 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
     key = None if options.web_no_key else options.web_key or home.key()
     site = Site(options, home, named)
     address += path_prefix(options.web_root_path)
-    sign_in = f"{address}/sign-in{'' if page == 'runs' else f'?to={page}'}"
-    link = f"{address}/{page}" if key is None else f"{sign_in}#key={key}"
-    shown = sign_in if options.web_key else link  # one that was made here is known from nowhere else
+    link = _link(address, page, key)
+    shown = link.partition("#")[0] if options.web_key else link  # one that was made here is known from nowhere else
     for line in _lines(shown, site.places.first, key is None):
         say(line, sys.stdout, masks_secrets=False)
     if options.web_open:
@@ -77,6 +77,13 @@ def _serve(options: WebOptions, page: str, named: NamedModel | None = None) -> i
 
     collect_garbage_as_usual()
     return asyncio.run(serve(application(site, Sessions(key)), found, site.look_after, drain))
+
+
+def _link(address: str, page: str, key: str | None) -> str:
+    """URL that signs in with the key and opens a page. Without a key: the URL of the page."""
+    if key is None:
+        return f"{address}/{page}"
+    return f"{address}/sign-in{'' if page == 'runs' else f'?to={page}'}#key={quote(key, safe='')}"
 
 
 def read_options(argv: Sequence[str]) -> tuple[WebOptions, str]:

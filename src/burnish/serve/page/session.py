@@ -2,13 +2,18 @@
 
 In: a request. Out: it is admitted, or an error: pages redirect to the sign-in page, API calls get 401. Changing the key
 ends every session. After ten wrong keys in a minute, sign-in is blocked.
+
+The name of the cookie depends on the key: browsers share the cookies of a host between its ports, on which other web
+UIs may be served.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
+import urllib.parse
 from collections import deque
 
 from starlette.requests import Request
@@ -16,10 +21,11 @@ from starlette.requests import Request
 from burnish.serve.http.errors import APIError
 from burnish.serve.http.guards import same_key
 
-COOKIE = "burnish"
 SESSION_LIFETIME_S = 30 * 86400
 MAX_FAILED_ATTEMPTS = 10
 _PUBLIC_PATHS = ("/sign-in", "/healthz")
+_PLACE = re.compile(r"[A-Za-z0-9-]+(/[A-Za-z0-9-]+)*(\?[A-Za-z0-9_,=&/.%~+*:@!()-]{0,2000})?")
+"""Path and query of a page, relative to the root of the web UI."""
 
 
 class Sessions:
@@ -27,14 +33,15 @@ class Sessions:
 
     def __init__(self, key: str | None) -> None:
         self.key = key
+        self.cookie = f"burnish-{self._signature('name')[:8]}"
         self._failed_attempts: deque[float] = deque(maxlen=MAX_FAILED_ATTEMPTS)
 
     def authenticate(self, request: Request) -> None:
         """Raises APIError if a request is not signed in."""
         path = request.scope["path"]
         is_open = self.key is None or path in _PUBLIC_PATHS or path.startswith("/static/")
-        if not is_open and not self.is_valid(request.cookies.get(COOKIE, "")):
-            raise _sign_in(path, request.method)
+        if not is_open and not self.is_valid(request.cookies.get(self.cookie, "")):
+            raise _sign_in(request)
 
     def new_cookie(self) -> str:
         """A new cookie value: expiry time and its signature."""
@@ -64,9 +71,18 @@ class Sessions:
             raise APIError(403, "wrong_key", "Invalid key.")
 
 
-def _sign_in(path: str, method: str) -> APIError:
-    if path.startswith("/api/") or method != "GET":
+def is_place(to: str) -> bool:
+    """Return whether ``to`` is a page of the web UI, to which sign-in may lead (protects against open redirects)."""
+    return _PLACE.fullmatch(to) is not None
+
+
+def _sign_in(request: Request) -> APIError:
+    path = request.scope["path"]
+    if path.startswith("/api/") or request.method != "GET":
         return APIError(401, "sign_in", "Sign in first.")
-    up = "../" * (path.count("/") - 1)
-    to = path.lstrip("/") if path.replace("/", "").replace("-", "").isalnum() else ""
-    return APIError(303, "sign_in", "Sign in first.", headers={"Location": f"{up}sign-in{f'?to={to}' if to else ''}"})
+    query = request.scope["query_string"].decode("latin-1")
+    to = path.lstrip("/") + (f"?{query}" if query else "")
+    parameter = f"?to={urllib.parse.quote(to)}" if is_place(to) else ""
+    return APIError(
+        303, "sign_in", "Sign in first.", headers={"Location": f"{'../' * (path.count('/') - 1)}sign-in{parameter}"}
+    )

@@ -29,7 +29,8 @@ addEventListener("error", showFailure);
 /** Open the sign-in page, which leads back to this one. */
 function signIn() {
   const depth = up.split("../").length; // parts of this page's path below the root of the web UI
-  location.href = `${up}sign-in?to=${location.pathname.split("/").slice(-depth).join("/")}`;
+  const to = location.pathname.split("/").slice(-depth).join("/") + location.search;
+  location.href = `${up}sign-in?to=${encodeURIComponent(to)}`;
 }
 /**
  * Send a request with a JSON or binary body. Throws Failed for an error response.
