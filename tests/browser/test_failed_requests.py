@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 from urllib.parse import unquote
 
@@ -129,3 +131,35 @@ def test_log_is_not_repeated_after_another_tab(sample_runs, visitor, server) -> 
     process.kill()
     process.wait()
     assert lines == ["step 1", "step 2", "step 3"]
+
+
+def test_run_that_is_gone_leaves_the_comparison_once(sample_runs, visitor, server) -> None:
+    first, other = id_of(server.root / "saves/first"), id_of(server.root / "factory")
+    visitor.goto(f"{server.address}/compare?runs={first},{other}")
+    visitor.locator(".chart canvas").first.wait_for()
+    visitor.evaluate(
+        "() => { window.writes = 0; const write = history.replaceState.bind(history);"
+        " history.replaceState = (...all) => { window.writes += 1; write(...all) } }"
+    )
+    shutil.rmtree(server.root / "saves/first")
+    visitor.wait_for_url(f"**/compare?runs={other}")
+    visitor.wait_for_timeout(2500)
+    assert visitor.evaluate("window.writes") == 1
+    with (server.root / "factory/trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 10, "total_steps": 10, "loss": 0.5}\n')
+    visitor.locator("#figures", has_text="10").wait_for()
+
+
+def test_stream_that_became_silent_is_opened_again(sample_runs, visitor, server) -> None:
+    visitor.clock.install()
+    with visitor.expect_response("**/api/stream*"):
+        visitor.goto(f"{server.address}/runs/{id_of(server.root / 'saves/first')}")
+    visitor.locator(".chart canvas").first.wait_for()
+    visitor.wait_for_timeout(1000)
+    server.child.send_signal(signal.SIGSTOP)  # the connection stays open, as after a change of the network
+    try:
+        with visitor.expect_request("**/api/stream*"):
+            visitor.clock.fast_forward(41_000)
+            visitor.clock.fast_forward(2_000)
+    finally:
+        server.child.send_signal(signal.SIGCONT)

@@ -400,6 +400,27 @@ def test_list_of_runs_is_updated_with_the_loss_curve(page, root) -> None:
     assert points[-1] == (120.0, 2.0)  # the largest loss is the last one
 
 
+def test_stream_says_once_that_a_run_is_gone(page, root) -> None:
+    run = page.id_of("first")
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=5)
+    connection.request("GET", f"/api/stream?runs={run}", headers={"Cookie": f"{page.sessions.cookie}={page.cookie}"})
+    response = connection.getresponse()
+    while b"event: run" not in response.readline():
+        pass
+    (root / "saves/first").rename(root / "saves/other")
+    while b"event: gone" not in response.readline():
+        pass
+    time.sleep(0.6)  # the server looks four times a second
+    (root / "saves/other").rename(root / "saves/first")  # ends the reading below
+    with (root / "saves/first/trainer_log.jsonl").open("a") as file:
+        file.write('{"current_steps": 41, "total_steps": 41, "loss": 9.0}\n')
+    lines: list[bytes] = []
+    while b"event: rows\n" not in lines:
+        lines.append(response.readline())
+    connection.close()
+    assert b"event: gone\n" not in lines
+
+
 def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
     run, odd = page.id_of("first"), 'generated_predictions_中文 "1".jsonl'
     (root / "saves/first" / odd).write_text("{}\n")

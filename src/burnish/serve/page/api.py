@@ -272,10 +272,13 @@ class Api:
 
     async def _events(self, request: Request, cursor: str) -> AsyncGenerator[bytes, None]:
         yield event_text(to_shown_json({"server": burnish.__version__, "time": time.time(), "retry_ms": 2000}), "hello")
+        gone: set[str] = set()
         while True:
             messages, cursor = await self._new_messages(request, cursor)
             for name, data in messages:
-                yield event_text(to_shown_json(data), name, cursor)
+                if name != "gone" or data["run"] not in gone:  # once, although its folder is looked for again
+                    yield event_text(to_shown_json(data), name, cursor)
+            gone = {data["run"] for name, data in messages if name == "gone"}
             await asyncio.sleep(_LOOKS_EVERY_S if request.query_params.get("runs") else _LISTS_EVERY_S)
 
     async def poll(self, request: Request) -> Response:

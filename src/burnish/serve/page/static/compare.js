@@ -224,10 +224,10 @@ following = follow(
       facts.set(data.id, { ...facts.get(data.id), ...data });
       figures();
     } else if (name === "resync") reload(data.run);
-    else if (name === "gone") {
+    else if (name === "gone" && chosen.includes(data.run)) {
       chosen = chosen.filter((id) => id !== data.run);
       $(`input[value="${data.run}"]`, box)?.closest(".chip").remove();
-      void load();
+      void load().then(() => following?.again());
     }
   },
 );

@@ -79,15 +79,16 @@ function parsed(text) {
 }
 /**
  * Yield the server-sent events of a response as {name, data, id}. Throws Failed if the connection is lost.
- * @param {Response} response
+ * @param {Response} response @param {() => void} [arrived] called for all data, also for comments
  */
-export async function* events(response) {
+export async function* events(response, arrived) {
   const reader = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
+      arrived?.();
       text += value;
       const parts = text.split("\n\n");
       text = parts.pop() ?? "";
@@ -105,6 +106,8 @@ export const pause = (ms) =>
     setTimeout(resolve, ms);
   });
 
+/** A stream without data for this time is broken: the server sends a comment every 15 seconds. */
+const QUIET_MS = 40_000;
 /** Add the cursor of runs to another one, which keeps its place in what is not a row. @param {string} known @param {string} loaded */
 function cursorAfter(known, loaded) {
   const entries = (/** @type {string} */ text) =>
@@ -169,12 +172,18 @@ export function follow(query, cursor, take) {
   async function stream(signal) {
     while (!signal.aborted) {
       const quiet = new AbortController();
-      const timer = setTimeout(() => quiet.abort(), 5000);
+      const giveUp = () => quiet.abort();
+      let timer = setTimeout(giveUp, 5000),
+        isHeldBack = true;
+      const arrived = () => {
+        clearTimeout(timer);
+        timer = setTimeout(giveUp, QUIET_MS);
+        isHeldBack = false;
+      };
       try {
         const response = await ask("stream", AbortSignal.any([signal, quiet.signal]));
-        for await (const event of events(response)) {
+        for await (const event of events(response, arrived)) {
           if (signal.aborted) return;
-          clearTimeout(timer);
           connected();
           if (event.id) state.cursor = event.id;
           deliver(event.name, JSON.parse(event.data));
@@ -184,7 +193,7 @@ export function follow(query, cursor, take) {
       } finally {
         clearTimeout(timer);
       }
-      if (quiet.signal.aborted) return poll(signal); // a proxy holds the stream back
+      if (quiet.signal.aborted && isHeldBack) return poll(signal); // by a proxy
       if (!signal.aborted) await pause(1000);
     }
   }
