@@ -194,6 +194,21 @@ def test_runs_of_other_libraries_and_damaged_folders_are_listed(tmp_path):
     assert socket.gethostname() not in read_run(other_folder).sentence
 
 
+@pytest.mark.parametrize(("seconds", "state"), [(1000, "elsewhere"), (2500, "silent")])
+def test_run_of_another_machine_is_silent_after_ten_usual_intervals(tmp_path, seconds, state):
+    (tmp_path / "launch.json").write_text(json.dumps({**launch_record([]), "host": "another-host"}))
+    rows = [
+        {"current_steps": 100 * n, "total_steps": 9000, "loss": 1.0, "step_seconds": 2.0, "time": 1.79e9 + 200 * n}
+        for n in range(1, 9)
+    ]
+    rows.insert(4, {"current_steps": 400, "total_steps": 9000, "eval_loss": 1.0, "time": 1.79e9 + 801})
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    last = time.time() - seconds
+    for name in ("launch.json", "trainer_log.jsonl"):
+        os.utime(tmp_path / name, (last, last))
+    assert read_run(tmp_path).state == state
+
+
 def test_log_of_gigabytes_is_read_from_its_end(tmp_path):
     path = tmp_path / "trainer_log.jsonl"
     with path.open("wb") as file:

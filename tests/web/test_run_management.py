@@ -11,9 +11,10 @@ import pytest
 
 from burnish.report.metadata import launch_record
 from burnish.serve.page.runs.completions import completions
+from burnish.serve.page.runs.listing import distinct_names
 from burnish.serve.page.runs.log_columns import columns_of
 from burnish.serve.page.runs.report import round_values
-from burnish.serve.page.runs.runs import distinct_names, read_run
+from burnish.serve.page.runs.runs import read_run
 from burnish.serve.page.runs.series import downsample, series
 
 

@@ -24,8 +24,8 @@ from burnish.serve.page.machine import Machine
 from burnish.serve.page.options import NamedModel, WebOptions
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.labels import labels
-from burnish.serve.page.runs.listing import facts
-from burnish.serve.page.runs.runs import FoundRun, KnownRuns, distinct_names, find, read_run
+from burnish.serve.page.runs.listing import distinct_names, facts
+from burnish.serve.page.runs.runs import FoundRun, KnownRuns, find, read_run
 
 FRESH_S = 1.5
 log = logging.getLogger("burnish.housekeeping")

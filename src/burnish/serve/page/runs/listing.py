@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from burnish.config.errors import UserError
@@ -80,6 +82,17 @@ def joined(sentence: str, remedy: str) -> str:
     same as ``joined`` in ``static/format.js``."""
     is_open = bool(sentence and remedy) and sentence[-1] not in ".!?:。！？："
     return f"{sentence}{'.' if is_open else ''} {remedy}".strip()
+
+
+def distinct_names(folders: Iterable[Path]) -> dict[Path, str]:
+    """The last parts of each path, as many as distinguish it from the others: ``lora/sft``, ``full/sft``."""
+    names, depth = {folder: folder.name for folder in folders}, 1
+    while repeated := {name for name, count in Counter(names.values()).items() if count > 1}:
+        depth += 1
+        names = {
+            folder: "/".join(folder.parts[-depth:]) if name in repeated else name for folder, name in names.items()
+        }
+    return names
 
 
 def facts(run: FoundRun) -> dict[str, Any]:

@@ -15,10 +15,11 @@ import os
 import re
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeAlias
 
 from burnish.config.errors import first_line
@@ -252,8 +253,8 @@ def run_state(
         return found
     if launch.get("host"):
         if launch.get("host") != socket.gethostname():
-            usual_s = (_number(rows[-1].get("step_seconds")) if rows else None) or 60.0
-            return "elsewhere" if time.time() - changed < max(60.0, _SILENT_AFTER_INTERVALS * usual_s) else "silent"
+            quiet_s = max(60.0, _SILENT_AFTER_INTERVALS * _usual_interval_s(rows))
+            return "elsewhere" if time.time() - changed < quiet_s else "silent"
         if not is_alive(launch):
             return "died"
         return _stage([event for event in events if _time(event) >= _time(launch)])  # without those of earlier starts
@@ -262,6 +263,12 @@ def run_state(
     if is_finished or percentage == 100:
         return "done"
     return "running" if time.time() - changed < 120 else "stopped"
+
+
+def _usual_interval_s(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Median of the seconds between rows of training; a minute with fewer than two rows."""
+    times = [_time(row) for row in rows if "loss" in row and _time(row)]
+    return median(after - before for before, after in pairwise(times)) if len(times) > 1 else 60.0
 
 
 def is_alive(launch: Mapping[str, Any]) -> bool:
@@ -298,17 +305,6 @@ def _kind(folder: Path, launch: Mapping[str, Any]) -> RunKind:
     if set_to.get("train", "false") == "true" or "true" not in set_to.values():
         return "eval" if set_to.get("train") == "false" else "train"
     return "predict" if set_to.get("predict") == "true" else "eval"
-
-
-def distinct_names(folders: Iterable[Path]) -> dict[Path, str]:
-    """The last parts of each path, as many as distinguish it from the others: ``lora/sft``, ``full/sft``."""
-    names, depth = {folder: folder.name for folder in folders}, 1
-    while repeated := {name for name, count in Counter(names.values()).items() if count > 1}:
-        depth += 1
-        names = {
-            folder: "/".join(folder.parts[-depth:]) if name in repeated else name for folder, name in names.items()
-        }
-    return names
 
 
 def _metrics(folder: Path, kind: RunKind) -> dict[str, float]:
