@@ -99,6 +99,8 @@ def test_sign_in_by_script_and_form_sets_a_strict_cookie(page) -> None:
     status, _, text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind)
     assert status == 403
     assert "Invalid key" in text
+    text = page.send("POST", "/sign-in", b"key=wrong", Cookie="", **kind, **{"Accept-Language": "zh"})[2]
+    assert "密钥错误" in text
 
 
 def test_sign_in_leads_to_the_page_with_its_query(page) -> None:
@@ -530,9 +532,10 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
     values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
     with start_page(root, tmp_path / "home", KEY) as page:
         status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
-        assert (status, json.loads(text)) == (202, {"queued": 1})
+        number = json.loads(text)["queued"]
+        assert status == 202
     with start_page(root, tmp_path / "home", KEY) as page:
-        assert [one["number"] for one in page.get("/api/runs")["queue"]] == [1]
+        assert [one["number"] for one in page.get("/api/runs")["queue"]] == [number]
         assert "Queued, position 1: saves/next" in page.send("GET", "/runs")[2]
         starter = page.site.starter
         import asyncio
@@ -545,6 +548,26 @@ def test_queue_survives_the_page_and_continues(root, tmp_path, monkeypatch) -> N
         assert page.run(starter.next_of_queue(find([root]))) == root / "saves/next"
         assert starter.queued_jobs() == []
         assert asyncio.run(page.site.find_runs(0.0))
+
+
+def test_queued_runs_have_different_folders_and_numbers(page, root) -> None:
+    (root / "saves/first/outcome.json").unlink()
+    (root / "saves/first/launch.json").write_text(json.dumps({**launch_record([]), "time": 1.9e9}))
+    values = {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}
+    numbers = []
+    for folder in ("new", "another", "another"):
+        status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue", "folder": folder})
+        assert status == 202
+        numbers.append(json.loads(text)["queued"])
+    folders = [one["values"]["output_dir"] for one in page.get("/api/runs")["queue"]]
+    assert folders == ["saves/next", "saves/next-2", "saves/next-3"]
+    assert page.get("/api/free?folder=saves/next")["folder"] == "saves/next-4"
+    status, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
+    assert (status, json.loads(text)["error"]["code"]) == (409, "folder_queued")
+    for number in numbers:
+        assert page.send("DELETE", f"/api/queue/{number}", {})[0] == 200
+    _, _, text = page.send("POST", "/api/runs", {"values": values, "when": "queue"})
+    assert json.loads(text)["queued"] not in numbers  # a page that shows the removed runs cannot remove this one
 
 
 @pytest.mark.sample(3)

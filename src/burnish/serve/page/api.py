@@ -24,7 +24,6 @@ from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.relay import Relay
 from burnish.serve.http.stream import EventStream, event_text
 from burnish.serve.page.form import Form, whole_number
-from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.routes.conversations import Conversations
 from burnish.serve.page.routes.images import Images
 from burnish.serve.page.routes.jobs import Jobs, target_of
@@ -122,7 +121,7 @@ class Api:
             raise APIError(422, "invalid_value", '"devices" must be a list of device indices.')
         starter = self.site.starter
         if choice == "another":
-            folder = free_folder(starter.folder_of(values))
+            folder = starter.free_folder(starter.folder_of(values))
             values, choice = {**values, "output_dir": self.site.places.display_path(folder)}, "new"
         if body.get("when") == "queue" and any(run.is_alive for run in await self.site.find_runs(0.0)):
             return ShownJson({"queued": await starter.enqueue(values, choice, devices)}, 202)

@@ -210,7 +210,8 @@ class Pages:
         except APIError as refusal:
             if not is_form:
                 raise
-            return self._page("sign-in", request, refusal.status, to=to if is_place(to) else "", wrong=refusal.message)
+            wrong = _message(request, refusal)
+            return self._page("sign-in", request, refusal.status, to=to if is_place(to) else "", wrong=wrong)
         headers = {"set-cookie": self._cookie(request, self.sessions.new_cookie(), SESSION_LIFETIME_S)}
         if is_form:
             return Response(status_code=303, headers={**headers, "location": to if is_place(to) else "runs"})
@@ -247,9 +248,7 @@ class Pages:
         await self._error_page(request, as_api_error(HTTPException(404)))(scope, receive, send)
 
     def _error_page(self, request: Request, refusal: APIError) -> Response:
-        texts = page_words(requested_language(request))
-        message = texts.get(f"error_{refusal.code}", refusal.message)
-        return self._page("error", request, refusal.status, message=message)
+        return self._page("error", request, refusal.status, message=_message(request, refusal))
 
     # --- how --------------------------------------------------------------------------------------------------------
 
@@ -264,6 +263,11 @@ class Pages:
         # Without script the form is sent with the Origin "null" where there is to be no referrer at all.
         headers = {**DOCUMENT_HEADERS, **({"referrer-policy": "same-origin"} if name == "sign-in" else {})}
         return HTMLResponse(without_secrets(text).encode("utf-8", "replace"), status, headers)
+
+
+def _message(request: Request, refusal: APIError) -> str:
+    """The message of an error in the language of the request, if it has a translation."""
+    return page_words(requested_language(request)).get(f"error_{refusal.code}", refusal.message)
 
 
 def _wants_document(request: Request) -> bool:

@@ -23,7 +23,6 @@ from burnish.serve.http.bodies import json_object
 from burnish.serve.http.errors import APIError, to_shown_json
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.stream import EventStream, event_text
-from burnish.serve.page.jobs.starting import free_folder
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.site import Answer, Site
 from burnish.serve.page.words import in_language, option_words, requested_language
@@ -91,7 +90,7 @@ class Form:
         if found["problems"]:
             raise APIError(422, "invalid_value", f'"text" must be the content of a YAML file: {found["problems"][0]}')
         if len(self.site.home.names("presets")) >= MOST_PRESETS:
-            raise APIError(409, "too_many", f"The limit of {MOST_PRESETS} presets is reached. Remove some.")
+            raise APIError(409, "too_many_presets", f"The limit of {MOST_PRESETS} presets is reached. Remove some.")
         self.site.home.write(f"presets/{name}.yaml", str(text))
         return ShownJson({"status": "kept"})
 
@@ -125,7 +124,7 @@ class Form:
     async def free(self, request: Request) -> Response:
         """The given folder if it does not exist yet, else the next free name with a number."""
         folder = self.site.places.within(request.query_params.get("folder", ""), "folder")
-        return ShownJson({"folder": self.site.places.display_path(free_folder(folder))})
+        return ShownJson({"folder": self.site.places.display_path(self.site.starter.free_folder(folder))})
 
     async def yaml(self, request: Request) -> Response:
         """The values of YAML content, or its errors with line numbers."""

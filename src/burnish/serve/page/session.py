@@ -63,9 +63,8 @@ class Sessions:
         """Raises APIError 403 for a wrong key, 429 after too many of them."""
         now = time.monotonic()
         if len(self._failed_attempts) == MAX_FAILED_ATTEMPTS and now - self._failed_attempts[0] < 60:
-            raise APIError(
-                429, "too_many", "Too many failed sign-in attempts. Wait one minute.", headers={"Retry-After": "60"}
-            )
+            message = "Too many failed sign-in attempts. Wait one minute."
+            raise APIError(429, "too_many_attempts", message, headers={"Retry-After": "60"})
         if self.key is not None and not same_key(key, self.key):
             self._failed_attempts.append(now)
             raise APIError(403, "wrong_key", "Invalid key.")

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +224,38 @@ class Starter:
         return [one for one in found if _is_queued_run(one)] if isinstance(found, list) else []
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
-        """Start a run when all runs of this server have ended."""
+        """Start a run when all runs of this server have ended. Returns its number, which no other run has had.
+
+        Raises:
+            APIError: as ``begin``, and 409 if another queued run writes to its folder.
+        """
         values = await self.check_values(values)
-        self._check_folder(self.folder_of(values), folder_choice)
+        folder = self.folder_of(values)
+        with self._writing(folder):
+            self._check_folder(folder, folder_choice)
         queue = self.queued_jobs()
-        number = max((int(one["number"]) for one in queue), default=0) + 1
+        if folder in self._queued_folders(queue):
+            message = f'A queued run writes to "{self.places.display_path(folder)}". Choose a different folder.'
+            raise APIError(409, "folder_queued", message, param="output_dir")
+        # Not a number that an open page may still show for a run that has started.
+        number: int = max([int(time.time() * 1000), *(one["number"] + 1 for one in queue)])
         one = {"number": number, "values": values, "folder": folder_choice, "devices": devices, "time": time.time()}
         self.home.write(QUEUE, json.dumps([*queue, one]))
         return number
+
+    def _queued_folders(self, queue: Iterable[Mapping[str, Any]]) -> set[Path]:
+        """The folders that queued runs write to, without those that cannot be started."""
+        folders = set()
+        for one in queue:
+            with suppress(APIError):  # of a file that others wrote
+                folders |= {self.folder_of(one["values"])} if "error" not in one else set()
+        return folders
+
+    def free_folder(self, folder: Path) -> Path:
+        """The folder, or ``first-2`` if ``first`` exists or a queued run writes to it."""
+        names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(2)))
+        queued = self._queued_folders(self.queued_jobs())
+        return next(path for path in names if path not in queued and not path.exists())
 
     def unqueue(self, number: int) -> bool:
         queue = self.queued_jobs()
@@ -262,9 +286,3 @@ class Starter:
 def _is_queued_run(one: Any) -> bool:
     kinds = {"number": int, "values": dict, "folder": str}
     return isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
-
-
-def free_folder(folder: Path) -> Path:
-    """``first-2`` if ``first`` exists."""
-    names = itertools.chain([folder], (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2)))
-    return next(path for path in names if not path.exists())
