@@ -14,6 +14,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 
 from burnish import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, UserError
+from burnish.rollouts.objective import RolloutObjective
 from run_outputs import same_weights
 from small_run import WORDS, make_model
 
@@ -51,6 +52,19 @@ def trainer_of(folder, kind=GRPOTrainer, rewards=variety, dataset=None, model=No
         }
     )  # fmt: skip
     return kind(model or str(folder / "model"), rewards, args, dataset or prompts(), **(trainer_args or {}))
+
+
+def test_prompts_are_encoded_in_batches_of_limited_size(folder, monkeypatch):
+    whole, encode, sizes = trainer_of(folder, dataset=prompts(7))._prompts, RolloutObjective.encode, []
+
+    def counting(self, examples, *args, **more):
+        sizes.append(len(examples))
+        return encode(self, examples, *args, **more)
+
+    monkeypatch.setattr(RolloutObjective, "encode", counting)
+    monkeypatch.setattr("burnish.trainer.trl.rollouts.prompts.BATCH_SIZE", 3)
+    assert trainer_of(folder, dataset=prompts(7))._prompts == whole
+    assert sizes == [3, 3, 1]
 
 
 @pytest.mark.sample(2)

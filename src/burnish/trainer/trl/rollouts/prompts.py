@@ -21,6 +21,7 @@ from burnish.data.chat.plain import PlainOptions, PlainTemplate
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import BadImage
 from burnish.data.images.in_rows import with_parts
+from burnish.data.rows.encode import BATCH_SIZE
 from burnish.data.sets.images import content_of, with_images, with_paths
 from burnish.data.sets.records import BadRecord, Layout, Record
 from burnish.data.sets.trl import has_turns
@@ -92,12 +93,14 @@ def prompt_rows(
         raise UserError(f'The {name} dataset requires a column "prompt". Received the columns: {columns}.')
     stats, has_images = DataStats(), getattr(objective.template, "family", None) is not None
     encoded = frozenset(image_columns(dataset))
-    examples = [
+    examples = (
         _with_image_files(_example(record, f"{name} dataset", at + 1, variables or {}, tools, has_images), encoded)
         for at, record in enumerate(with_encoded_images(dataset))
-    ]
-    stats.seen += len(examples)
-    rows = objective.encode(examples, stats)
+    )
+    rows: list[Row | None] = []
+    while batch := [*islice(examples, BATCH_SIZE)]:  # the encodings of all prompts at once need 15 kB each
+        stats.seen += len(batch)
+        rows += objective.encode(batch, stats)
     for reason, number in stats:
         if reason.kind == "kept":
             what = str(reason).removeprefix("kept: ")
