@@ -1,14 +1,19 @@
 """``burnish score``: the scores of a reward model for the records of a dataset."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from test_scores import serving
 
 from bad_inputs import read_output
 from burnish import RewardModel
 from burnish.cli import main
+from burnish.config.errors import UserError
 from burnish.inference.scoring import ScoreEngine
 from pair_runs import make_pair_workspace, pairs, train_on_pairs
 from serve.client import post
@@ -188,3 +193,31 @@ def test_reasoning_template_of_training_is_used_in_python(
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
     assert main(["export", str(folder), "export_dir=whole", "missing_control_tokens=split"]) == 0
     assert scores == pytest.approx(RewardModel.from_pretrained("whole").score(talks), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("file", "weights", "message"),
+    [
+        ("value_head.safetensors", {"v_head.summary.weight": (1, 16), "v_head.summary.bias": (1,)},
+         "the reward head takes hidden states of size 16, but the model's have size 32."),
+        ("model.safetensors", {"score.weight": (3, 32)}, "a head with one label. This one has 3."),
+    ],
+)  # fmt: skip
+def test_head_that_does_not_fit_is_named(
+    file: str, weights: dict, message: str, workspace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(workspace / "model", "wrong")
+    place = Path("wrong") / file
+    tensors = load_file(place) if place.is_file() else {}
+    save_file(tensors | {name: torch.ones(shape) for name, shape in weights.items()}, place, {"format": "pt"})
+    write_lines("pairs.jsonl", pairs(2))
+    for argv in (
+        ["score", "wrong", "dataset=pairs.jsonl", "save_dir=out"], ["export", "wrong", "export_dir=out"],
+        ["predict", "wrong", "eval_dataset=pairs.jsonl", "save_dir=out"], ["chat", "wrong", "--once", "red"],
+    ):  # fmt: skip
+        assert main([*argv, "template=chatml"]) == 2
+        error = read_output(capsys)[1]
+        assert message in error
+        assert f"wrong/{file}: " in error
+    with pytest.raises(UserError, match=re.escape(message)):
+        RewardModel.from_pretrained("wrong")

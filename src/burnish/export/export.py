@@ -75,7 +75,7 @@ def export(values: Mapping[str, RawValue]) -> Path:
     notes = [*without_gguf(options), *without_bits(options), *incomplete_chain_notes(adapters)]
     config = load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
-    head = reward_head(options, adapters)
+    head = reward_head(options, adapters, config)
     if options.export_format == "gguf":
         raise_if(check_gguf(config, tokenizer, options))
     if options.export_format == "gguf" or options.export_quantization_bit:

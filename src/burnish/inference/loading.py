@@ -47,7 +47,7 @@ from burnish.models.export import inference_dtype
 from burnish.models.load import context_length, largest_over_layers, load_config, load_model, raise_if_not_finite
 from burnish.models.options import USED_MODEL
 from burnish.models.quantization.quantize import quantization_method_of, quantization_of
-from burnish.models.reward_files import BIAS, WEIGHT, head_folders, kind_of_head, read_head
+from burnish.models.reward_files import BIAS, WEIGHT, check_head_width, head_folders, kind_of_head, read_head
 from burnish.models.source import adapter_folders
 from burnish.models.tokens import TOKENIZER_FILES, load_tokenizer, resize_embeddings, resized_meta_model
 from burnish.parallel.precision import compute_sentence, loaded_dtype, supported_dtype
@@ -90,7 +90,7 @@ def load_for_inference(
     template = load_template(options, tokenizer, UNLIMITED_CONTEXT, family)
     own = tokenizer.chat_template
     notes += configure_tokenizer(template, tokenizer)
-    head = None if is_remote(options) else _reward_head(options, adapters, may_score)
+    head = None if is_remote(options) else _reward_head(options, adapters, may_score, config)
     template = template if head is None else template.answering_last()
     differs = _other_template(template, own, tokenizer)
     notes += differs
@@ -341,12 +341,13 @@ def saved_head(options: AnsweringOptions, adapters: Sequence[Path]) -> tuple[dic
     return read_head(head_folders(options, adapters))
 
 
-def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHead | None:
+def reward_head(options: AnsweringOptions, adapters: Sequence[Path], config: Any = None) -> RewardHead | None:
     """Return the head of a reward model, float32 on the CPU; None for a generative model.
 
     Args:
         options: inference options.
         adapters: folders of its adapters, in order; the last folder with a head is used.
+        config: config of the model, to check that the head fits.
     """
     found = saved_head(options, adapters)
     if found is None:
@@ -355,19 +356,24 @@ def reward_head(options: AnsweringOptions, adapters: Sequence[Path]) -> RewardHe
     kind = kind_of_head(file)
     head = REWARD_HEADS[kind[0]](kind[1]) if kind else ValueHead(weights[WEIGHT].numel(), has_bias=BIAS in weights)
     head.take(weights)
+    if config is not None:
+        check_head_width(head.width, getattr(config.get_text_config(), "hidden_size", head.width), str(file))
     return head.requires_grad_(False)
 
 
 def writes_answers(options: AnsweringOptions) -> bool:
     """Return whether the model generates text. True also if its folders cannot be found, which is reported later."""
     try:
-        return reward_head(options, adapter_folders(options)) is None
+        folders = head_folders(options, adapter_folders(options))
     except UserError:
         return True
+    return read_head(folders) is None
 
 
-def _reward_head(options: AnsweringOptions, adapters: Sequence[Path], may_score: bool) -> RewardHead | None:
-    head = reward_head(options, adapters)
+def _reward_head(
+    options: AnsweringOptions, adapters: Sequence[Path], may_score: bool, config: Any
+) -> RewardHead | None:
+    head = reward_head(options, adapters, config)
     if head is not None and not may_score:
         remedy = "For scores, use burnish score, or POST /v1/score/evaluation of burnish api."
         raise UserError(NO_ANSWERS, where=str(adapters[-1] if adapters else options.model_name_or_path), remedy=remedy)

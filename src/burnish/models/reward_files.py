@@ -112,7 +112,28 @@ def _check_head(found: Any, file: Path) -> dict[str, Tensor]:
     )
     if WEIGHT not in tensors:
         raise UserError(f"it has no {WEIGHT}. Found: {', '.join(map(str, tensors)) or 'nothing'}.", where=str(file))
-    return tensors
+    return _check_labels(tensors, file)
+
+
+def _check_labels(weights: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    labels = weights[WEIGHT].numel() // max(1, weights[WEIGHT].shape[-1]) if weights[WEIGHT].dim() else 0
+    if labels != 1:
+        what = f"a reward model has a head with one label. This one has {labels}."
+        raise UserError(what, str(file), remedy="Use a sequence classifier with num_labels: 1.")
+    return weights
+
+
+def check_head_width(width: int, hidden_size: int, where: str) -> None:
+    """Raise UserError if a head does not fit the hidden states of its model.
+
+    Args:
+        width: size of the hidden states that the head takes.
+        hidden_size: size of those of the model.
+        where: file of the head.
+    """
+    if width != hidden_size:
+        what = f"the reward head takes hidden states of size {width:,}, but the model's have size {hidden_size:,}."
+        raise UserError(what, where, remedy="Use the base model with which it was trained.")
 
 
 def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
@@ -125,7 +146,7 @@ def _score(folder: Path) -> tuple[dict[str, Tensor], Path] | None:
         key = next((name for name in read_header(file) if name.endswith(_SCORE)), None) if file.is_file() else None
         if key is not None:
             with safe_open(file, "pt") as tensors:
-                return {WEIGHT: tensors.get_tensor(key).float()}, file
+                return _check_labels({WEIGHT: tensors.get_tensor(key).float()}, file), file
     return None
 
 
@@ -298,7 +319,7 @@ def head_of_reward_model(name: str, folders: Sequence[Path]) -> dict[str, Tensor
     return weights if file.name in (VALUE_HEAD, OLD_VALUE_HEAD) else None
 
 
-def not_a_reward_model(name: str, remedy: str, option: str) -> Problem:
+def not_a_reward_model(name: str, remedy: str, option: str | tuple[str, ...] = ()) -> Problem:
     """The problem that a model has no reward head."""
     what = f'{name} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.'
     return Problem(what, remedy=remedy, option=option)

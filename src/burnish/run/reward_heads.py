@@ -18,9 +18,12 @@ from burnish.losses.reward import BIAS, REWARD_HEADS, RewardHead, RewardObjectiv
 from burnish.models.reward_files import (
     OLD_VALUE_HEAD,
     VALUE_HEAD,
+    WEIGHT,
     add_score_to_adapter,
+    check_head_width,
     head_folders,
     kind_of_head,
+    not_a_reward_model,
     read_head,
     save_classifier,
     write_value_head,
@@ -40,11 +43,10 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
     saved = read_head(head_folders(options, adapter_folders(options)))
     if saved is None and not trains(options):
         folder = (options.adapter_name_or_path or [options.model_name_or_path or ""])[-1]
-        raise UserError(
-            f'{folder} has no {VALUE_HEAD} and no "score" weights: it is not a reward model.',
-            remedy="If it was exported without its head, copy the head's file into its folder, or train it with "
-            "stage: rm.",
+        remedy = (
+            "If it was exported without its head, copy the head's file into its folder, or train it with stage: rm."
         )
+        raise UserError(not_a_reward_model(folder, remedy))
     if saved is None:
         _refuse_classifier(objective, options, parallel)
         return ["The reward head is newly initialized: random weights, bias 0."]
@@ -54,6 +56,7 @@ def setup_reward_head(objective: StageObjective, options: RunOptions, parallel: 
         objective.head.take(weights)
         objective.head_kind = kind[0]
         return [f"The reward head was loaded from {file} ({kind[0]})."]
+    check_head_width(weights[WEIGHT].numel(), objective.head.width, str(file))
     objective.is_from_classifier = file.name not in (VALUE_HEAD, OLD_VALUE_HEAD)
     if objective.is_from_classifier and objective.options.reward_head is None and isinstance(objective.head, ValueHead):
         objective.head.summary.register_parameter("bias", None)  # it is saved as a classifier, which has no bias
@@ -68,6 +71,7 @@ def _setup_value_head(objective: PpoObjective, options: RunOptions) -> list[str]
     saved = read_head(head_folders(options, adapter_folders(options)), accepts_critic=True)
     if saved is None or kind_of_head(saved[1]):
         return ["The value head is newly initialized: random weights, bias 0."]
+    check_head_width(saved[0][WEIGHT].numel(), objective.value_head.width, str(saved[1]))
     objective.value_head.take(saved[0])
     return [f"The value head was loaded from {saved[1]}."]
 

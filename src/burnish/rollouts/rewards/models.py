@@ -29,7 +29,7 @@ from burnish.config.errors import Problem, UserError, first_line
 from burnish.data.chat.rendering import Conversation, UnreadableTemplate, chat_texts
 from burnish.losses.reward import ValueHead
 from burnish.models.options import ModelOptions
-from burnish.models.reward_files import WEIGHT, load_reward_model, load_reward_tokenizer
+from burnish.models.reward_files import WEIGHT, check_head_width, load_reward_model, load_reward_tokenizer
 from burnish.models.source import check_model_path
 from burnish.rollouts.completions import with_text_results
 
@@ -227,7 +227,9 @@ def reward_model_of(
         model, tokenizer, weights = load_reward_model(folder, adapters, quantization_bit, options)
     head = None
     if weights is not None:
-        head = ValueHead(weights[WEIGHT].shape[-1])
+        width = weights[WEIGHT].shape[-1]
+        check_head_width(width, model.config.get_text_config().hidden_size, folder)
+        head = ValueHead(width)
         head.take(weights)
     return RewardModel(model, tokenizer, head, Path(folder).name)
 
