@@ -15,7 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from burnish.demo.command import DemoQuestion, demo_plan, demo_questions, preference_accuracy
+from burnish.config.errors import UserError
+from burnish.demo.command import DemoQuestion, demo, demo_plan, demo_questions, preference_accuracy
 from burnish.demo.command import _commands as suggested_commands
 from burnish.demo.report import answered_right, report
 
@@ -163,6 +164,14 @@ def test_demo_run_uses_bundled_model_and_data(name):
     assert name == "demo_grpo" or ROOT / run["model_name_or_path"] == DEMO / "model"
     assert ROOT / run["dataset_dir"] == DEMO / "data"
     assert isinstance(run["learning_rate"], float)
+
+
+@pytest.mark.slow
+def test_wrong_option_is_reported_before_responses_are_generated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("burnish.demo.command.answers", None)
+    with pytest.raises(UserError, match="the learning rate would never reach its peak"):
+        demo(["max_steps=3"])
 
 
 def test_preference_demo_trains_on_pairs_and_reports_the_likelier_answer():

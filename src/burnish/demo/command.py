@@ -31,6 +31,7 @@ def demo(argv: list[str]) -> int:
     """Train, generate responses before and after, and print them. Returns the exit status."""
     from burnish.checkpoint.checkpoint import output_folder
     from burnish.run.build import train_run
+    from burnish.run.prepare import prepare
 
     if argv[:1] == ["picture"]:
         return demo_picture(argv[1:])
@@ -39,6 +40,7 @@ def demo(argv: list[str]) -> int:
     is_dpo = argv[:1] == ["dpo"]
     name = "demo_dpo.yaml" if is_dpo else "demo.yaml"
     run = demo_plan(argv[is_dpo:], name)
+    prepare(run)  # reports errors before responses are generated
     questions, pairs = demo_questions(), demo_questions("pairs_heldout") if is_dpo else []
     note(f"Generating responses to {len(questions)} held-out questions before training ...")
     before, knew = answers(BUNDLED / "model", questions), preference_accuracy(BUNDLED / "model", pairs)
