@@ -104,8 +104,12 @@ def _moving_reference(
 ) -> tuple[MovingReference, list[str]]:
     every, share = options.ref_model_sync_steps, options.ref_model_mixup_alpha
     return MovingReference(start, every, share), [
-        f"{sentence} Every {every} steps it is updated towards the policy with weight {share:g}."
+        f"{sentence} It is updated towards the policy {_how_often(every)}, with weight {share:g}."
     ]
+
+
+def _how_often(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps:,} steps"
 
 
 def add_reference_columns(prepared: Prepared, options: RunOptions) -> Prepared:
@@ -160,7 +164,7 @@ def planned_reference(options: RunOptions, sizes: Sizes, formats: Formats) -> st
     if options.precompute_ref_log_probs:
         return f"the initial weights, evaluated before the first step; needs no additional memory, but {passes}"
     size = shown_bytes(sizes.trained * formats.trained)
-    moves = f"; updated every {options.ref_model_sync_steps} steps" if options.sync_ref_model else ""
+    moves = f"; updated {_how_often(options.ref_model_sync_steps)}" if options.sync_ref_model else ""
     return f"a copy of the initial trainable weights; costs {size} of memory and {passes}{moves}"
 
 
