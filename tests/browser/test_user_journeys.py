@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from browser.conftest import wait_for
+from burnish.serve.page.runs.runs import id_of
 
 pytestmark = [pytest.mark.run, pytest.mark.slow]
 
@@ -232,6 +233,21 @@ def test_long_tag_does_not_widen_the_list_of_runs(sample_runs, visitor, server) 
     for width in (360, 1280):
         visitor.set_viewport_size({"width": width, "height": 720})
         assert not visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+
+
+def test_long_names_and_counts_fit_every_width(sample_runs, visitor, server) -> None:
+    first, long = server.root / "saves/first", server.root / "saves" / ("n" * 150)
+    shutil.copytree(first, long)
+    row = {"current_steps": 100_000, "total_steps": 100_000, "loss": 0.0999, "time": 1.79e9 + 1e5}
+    with (long / "trainer_log.jsonl").open("a") as file:
+        file.write(json.dumps({**row, "total_tokens": 1e9}) + "\n")
+    for path in ("runs", f"compare?runs={id_of(first)},{id_of(long)}"):
+        visitor.goto(f"{server.address}/{path}")
+        visitor.get_by_text("n" * 150).first.wait_for()
+        for width in (360, 761, 861, 900, 1024, 1061, 1100, 1271, 1280):
+            visitor.set_viewport_size({"width": width, "height": 720})
+            overflows = visitor.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
+            assert not overflows, (path, width)
 
 
 def test_unknown_columns_are_mapped_in_the_form(visitor, server) -> None:

@@ -222,14 +222,10 @@ follow(
         const cell = $(`[data-is=${column}]`, place);
         if (cell) cell.textContent = text;
       };
-      put(
-        "step",
-        run.total
-          ? `${short(run.step, language)}${place === card ? " / " : "/"}${short(run.total, language)}`
-          : place === card
-            ? "–"
-            : run.step,
-      );
+      const cell = $("[data-is=step]", place),
+        [done, total] = [run.step, run.total].map((steps) => short(steps, language));
+      if (cell && place === card) cell.textContent = run.total ? `${done} / ${total}` : "–";
+      else cell?.replaceChildren(...(run.total ? [`${done}/`, el("wbr", {}), total] : [done]));
       for (const column of ["loss", "eval_loss", "tokens_per_s"])
         $(`[data-is=${column}]`, place)?.replaceChildren(figure(run[column]));
       drawCurve(place, run.curve);
