@@ -64,6 +64,27 @@ def test_two_quickly_selected_runs_are_compared(visitor, server) -> None:
     wait_for(lambda: "second" in visitor.inner_text("#charts") and "first" in visitor.inner_text("#charts"))
 
 
+def test_link_to_a_comparison_has_its_whole_view(sample_runs, visitor, server) -> None:
+    runs = f"{id_of(server.root / 'saves/first')},{id_of(server.root / 'factory')}"
+    visitor.goto(f"{server.address}/compare?runs={runs}")
+    visitor.locator(".chart canvas").first.wait_for()
+    visitor.select_option("#x-axis", "tokens")
+    visitor.fill("#smoothing", "0.25")
+    visitor.check("#log-scale")
+    visitor.uncheck("#only-different")
+    assert visitor.url.endswith(f"?runs={runs}&x=tokens&smoothing=0.25&log=true&different=false")
+    other = visitor.context.new_page()
+    other.goto(visitor.url)
+    other.locator(".chart canvas").first.wait_for()
+    controls = "['x-axis', 'smoothing'].map(id => document.getElementById(id).value)"
+    assert other.evaluate(controls) == ["tokens", "0.25"]
+    assert [other.is_checked(f"#{name}") for name in ("log-scale", "clip", "only-different")] == [True, False, False]
+    other.locator("#options", has_text="learning_rate").wait_for()
+    other.goto(f"{server.address}/compare?runs={runs}&x=moon&smoothing=2&log=perhaps")
+    other.locator(".chart canvas").first.wait_for()
+    assert other.evaluate(controls)[0] == "step"
+
+
 def test_sign_in_with_wrong_key_typed_key_and_expired_cookie(visitor, server) -> None:
     visitor.context.clear_cookies()
     visitor.goto(f"{server.address}/new")

@@ -1,14 +1,13 @@
 // @ts-check
 // Comparison of several runs: charts with a legend, metrics, and differing options.
 import { Chart } from "./chart.js";
-import { xValues, concatenated, definedPoints, numbers, tokenRates } from "./curves.js";
-import { $, $$, el, figure, notify } from "./dom.js";
-import { short } from "./format.js";
-import { optionsTable } from "./differences.js";
+import { xValues, concatenated, definedPoints, tokenRates } from "./curves.js";
+import { $, $$, el, notify } from "./dom.js";
+import { metricsTable, optionsTable } from "./differences.js";
 import { onRedraw, wordsFor } from "./lines.js";
 import { fullNameOf, groups } from "./metrics.js";
 import { follow, get } from "./net.js";
-import { language, ready, t } from "./words.js";
+import { ready, t } from "./words.js";
 
 await ready;
 const box = $("#chosen"),
@@ -34,7 +33,7 @@ const cursors = [];
 let timer = null;
 function redraw() {
   timer = $(".plot:active") ? setTimeout(redraw, 200) : null; // a selection of a range would be lost
-  if (!timer && chosen.every((id) => series.has(id))) draw();
+  if (!timer) draw();
 }
 /** Runs that are loaded again. @type {Set<string>} */
 const reloading = new Set();
@@ -46,6 +45,34 @@ function reload(id) {
     .then(redraw)
     .finally(() => reloading.delete(id));
 }
+// --- the view, which is in the URL ------------------------------------------------------------------------------------
+
+/** @type {Record<string, any>} */
+const view = {
+  x: $("#x-axis"),
+  smoothing: $("#smoothing"),
+  log: $("#log-scale"),
+  clip: $("#clip"),
+  different: $("#only-different"),
+};
+const USUAL = { x: "step", smoothing: "0.6", log: "false", clip: "false", different: "true" };
+const address = new URLSearchParams(location.search);
+for (const [name, usual] of Object.entries(USUAL)) {
+  const value = address.get(name) ?? usual;
+  if (view[name].type === "checkbox") view[name].checked = value === "true";
+  else view[name].value = value;
+}
+if (!view.x.value) view.x.value = USUAL.x;
+/** Keep what is shown in the URL, for a link to it. */
+function keepView() {
+  const valueOf = (/** @type {any} */ { type, checked, value }) => (type === "checkbox" ? String(checked) : value);
+  const changed = Object.entries(USUAL).filter(([name, usual]) => valueOf(view[name]) !== usual);
+  const parts = [`runs=${chosen.join(",")}`, ...changed.map(([name]) => `${name}=${valueOf(view[name])}`)];
+  history.replaceState(null, "", chosen.length ? `?${parts.join("&")}` : location.pathname);
+}
+
+// --- the runs ---------------------------------------------------------------------------------------------------------
+
 const swatch = (/** @type {number} */ place) => el("span", { class: `swatch color-c${place}` });
 const chip = (/** @type {any} */ run) =>
   el(
@@ -84,7 +111,7 @@ async function load() {
     (id) => series.has(id) || !missing.some((one, place) => one === id && isRejected(loaded[place])),
   );
   if (chosen.some((id) => !series.has(id))) return; // one was chosen meanwhile: its call draws all
-  history.replaceState(null, "", chosen.length ? `?runs=${chosen.join(",")}` : location.pathname);
+  keepView();
   for (const one of $$(".chip", box)) {
     const input = $("input", one),
       place = chosen.indexOf(input.value);
@@ -100,8 +127,10 @@ function isRejected(result) {
   if (result.status === "rejected") notify(result.reason.message);
   return result.status === "rejected";
 }
+const isLoaded = () => chosen.every((id) => facts.has(id));
 const label = (/** @type {number} */ place) => facts.get(chosen[place]).title;
 function draw() {
+  if (!isLoaded()) return;
   $("#nothing").hidden = chosen.length > 0;
   $("#whole").hidden = !chosen.length;
   const kind = $("#x-axis").value,
@@ -154,51 +183,20 @@ function draw() {
   figures();
   options();
 }
+const heads = () => chosen.map((_, place) => [swatch(place), label(place)]);
 function figures() {
-  const names = ["state", "step", "loss", "eval_loss", "tokens_per_s"],
-    base = facts.get(chosen[0]);
-  const cell = (/** @type {any} */ run, /** @type {string} */ name) => {
-    if (name === "state") return el("td", {}, el("span", { class: `state ${run.state}` }, t(`state_${run.state}`)));
-    const best = ["loss", "eval_loss"].includes(name)
-      ? Math.min(...numbers(chosen.map((id) => facts.get(id)[name])).map((value) => value ?? Infinity))
-      : null;
-    const change =
-      run !== base && name !== "step" && typeof run[name] === "number" && typeof base[name] === "number"
-        ? run[name] - base[name]
-        : null;
-    return el(
-      "td",
-      { class: "number" },
-      figure(run[name], best !== null && run[name] === best && chosen.length > 1 ? "b" : "span"),
-      change ? el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`) : null,
-    );
-  };
-  const heads = names.map((name) => el("th", { scope: "col", class: name === "state" ? null : "number" }, t(name)));
-  $("#figures").replaceChildren(
-    el(
-      "table",
-      {},
-      el("caption", { class: "hidden" }, t("final_metrics")),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), heads)),
-      el(
-        "tbody",
-        {},
-        chosen.map((id, place) =>
-          el(
-            "tr",
-            {},
-            el("th", { scope: "row" }, swatch(place), label(place)),
-            names.map((name) => cell(facts.get(id), name)),
-          ),
-        ),
+  if (isLoaded())
+    $("#figures").replaceChildren(
+      metricsTable(
+        heads(),
+        chosen.map((id) => facts.get(id)),
       ),
-    ),
-  );
+    );
 }
 function options() {
-  const heads = chosen.map((_, place) => [swatch(place), label(place)]),
-    yaml = chosen.map((id) => facts.get(id).yaml ?? "");
-  $("#options").replaceChildren(optionsTable(heads, yaml, $("#only-different").checked));
+  if (!isLoaded()) return;
+  const yaml = chosen.map((id) => facts.get(id).yaml ?? "");
+  $("#options").replaceChildren(optionsTable(heads(), yaml, $("#only-different").checked));
 }
 box.addEventListener("change", () => {
   const ticked = $$("input:checked", box).map((one) => one.value);
@@ -208,8 +206,12 @@ box.addEventListener("change", () => {
   );
   void load().then(() => following?.again());
 });
-for (const control of ["#smoothing", "#x-axis", "#log-scale", "#clip"]) $(control).addEventListener("input", draw);
-$("#only-different").addEventListener("input", options);
+for (const [name, control] of Object.entries(view))
+  control.addEventListener("input", () => {
+    keepView();
+    if (name === "different") options();
+    else draw();
+  });
 onRedraw(draw);
 await load();
 following = follow(

@@ -1,8 +1,51 @@
 // @ts-check
-// The options of compared runs.
-import { el } from "./dom.js";
-import { optionsOf, shortOption } from "./format.js";
-import { t } from "./words.js";
+// Tables of compared runs: their metrics and options.
+import { numbers } from "./curves.js";
+import { el, figure } from "./dom.js";
+import { optionsOf, short, shortOption } from "./format.js";
+import { language, t } from "./words.js";
+
+/**
+ * Create a table of the last metrics, with their differences to those of the first run.
+ * @param {any[]} heads of the runs @param {any[]} runs
+ */
+export function metricsTable(heads, runs) {
+  const names = ["state", "step", "loss", "eval_loss", "tokens_per_s"];
+  const cell = (/** @type {any} */ run, /** @type {string} */ name) => {
+    if (name === "state") return el("td", {}, el("span", { class: `state ${run.state}` }, t(`state_${run.state}`)));
+    const best = ["loss", "eval_loss"].includes(name)
+      ? Math.min(...numbers(runs.map((one) => one[name])).map((value) => value ?? Infinity))
+      : null;
+    const base = runs[0][name],
+      isCompared = run !== runs[0] && name !== "step" && [run[name], base].every((value) => typeof value === "number"),
+      change = isCompared ? run[name] - base : null;
+    return el(
+      "td",
+      { class: "number" },
+      figure(run[name], best !== null && run[name] === best && runs.length > 1 ? "b" : "span"),
+      change ? el("small", {}, ` ${change >= 0 ? "+" : "−"}${short(Math.abs(change), language)}`) : null,
+    );
+  };
+  const columns = names.map((name) => el("th", { scope: "col", class: name === "state" ? null : "number" }, t(name)));
+  return el(
+    "table",
+    {},
+    el("caption", { class: "hidden" }, t("final_metrics")),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), columns)),
+    el(
+      "tbody",
+      {},
+      runs.map((run, place) =>
+        el(
+          "tr",
+          {},
+          el("th", { scope: "row" }, heads[place]),
+          names.map((name) => cell(run, name)),
+        ),
+      ),
+    ),
+  );
+}
 
 /**
  * Create a table of all options that any of the runs sets: differing ones first and bold, equal ones and defaults dimmed.
