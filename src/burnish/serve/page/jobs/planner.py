@@ -2,8 +2,9 @@
 
     answer = planner.ask({"values": {...}})       # yields parts as they are ready
 
-One request runs at a time. A newer preview supersedes an older one, whose parts are dropped. If the process dies, an
-error is raised and the next request starts a new process. It is stopped when idle.
+One request runs at a time. A newer preview supersedes an older one, whose parts are dropped. A request that its client
+has given up, such as one that reads a large dataset, is ended with the process if others wait for it. If the process
+dies, an error is raised and the next request starts a new process. It is stopped when idle.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from burnish.serve.page.places import Roots
 
 IDLE_S = 600.0
 SLOWEST_S = 120.0
+PATIENCE_S, START_S = 10.0, 30.0
+"""Time that a request which was given up may take, and that the process may take to start and answer its first one."""
 _LONGEST_LINE = 32 * 2**20
 
 
@@ -32,9 +35,12 @@ class Planner:
     def __init__(self, places: Roots, log: Path) -> None:
         self.places, self.log = places, log
         self._child: asyncio.subprocess.Process | None = None
+        self._started_s = 0.0
         self._turn = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._newest = 0
+        self._unfinished: tuple[int, float] | None = None
+        """Number of the request that the process handles, and the time at which it may be ended if it was given up."""
         self._idle: asyncio.TimerHandle | None = None
 
     async def ask(self, question: Mapping[str, Any], replaces: bool = False) -> AsyncIterator[dict[str, Any]]:
@@ -55,20 +61,22 @@ class Planner:
                 yield part
 
     async def _answers(self, question: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        await self._finish_given_up()
         child = await self._running()
         assert child.stdin is not None
         assert child.stdout is not None
+        now_s = asyncio.get_running_loop().time()
+        self._unfinished = (question["id"], max(now_s + PATIENCE_S, self._started_s + START_S))
         try:
             child.stdin.write(json.dumps(question).encode() + b"\n")
             await child.stdin.drain()
             while True:
                 async with asyncio.timeout(SLOWEST_S):
-                    line = await child.stdout.readline()
-                if not line:
-                    raise ConnectionError
-                part = json.loads(line)
+                    part = await self._part(child.stdout)
                 if part.get("id") != question["id"]:
                     continue  # of a question that was given up
+                if part.get("is_last"):
+                    self._unfinished = None
                 yield part
                 if part.get("is_last"):
                     return
@@ -76,18 +84,43 @@ class Planner:
             self.end()
             raise APIError(503, "planner_ended", "The planner process has exited. Try again.") from error
 
+    async def _finish_given_up(self) -> None:
+        """Read what is left of a request that was given up, or end the process if that takes too long."""
+        if self._child is None or self._child.returncode is not None or self._unfinished is None:
+            return
+        assert self._child.stdout is not None
+        number, until_s = self._unfinished
+        try:
+            async with asyncio.timeout_at(until_s):
+                part: dict[str, Any] = {}
+                while not (part.get("id") == number and part.get("is_last")):
+                    part = await self._part(self._child.stdout)
+        except (ConnectionError, TimeoutError, ValueError):
+            self.end()
+
+    async def _part(self, answers: asyncio.StreamReader) -> dict[str, Any]:
+        line = await answers.readline()
+        if not line:
+            raise ConnectionError
+        part: dict[str, Any] = json.loads(line)
+        return part
+
     async def _running(self) -> asyncio.subprocess.Process:
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_S, self.end)
         if self._child is None or self._child.returncode is not None:
-            with self.log.open("ab") as errors:
-                self._child = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
-                    env=environment_of_child(self.places.roots),
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
-                )  # fmt: skip
+            self._child, self._unfinished = await self._start(), None
+            self._started_s = asyncio.get_running_loop().time()
         return self._child
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self.log.open("ab") as errors:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "burnish", "_planner", cwd=self.places.first, stderr=errors,
+                env=environment_of_child(self.places.roots),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LONGEST_LINE,
+            )  # fmt: skip
 
     def end(self) -> None:
         """End the process; the next request starts a new one."""
