@@ -101,6 +101,25 @@ def test_selection_in_the_log_stays_while_lines_are_added(visitor, first, alive)
     assert visitor.evaluate("String(getSelection())") == "step 1"
 
 
+def test_earlier_lines_of_a_log_are_loaded_at_its_beginning(visitor, server, first) -> None:
+    (first / "console.log").write_text("".join(f"line {n} {'x' * 60}\n" for n in range(9000)))
+    visitor.reload()
+    visitor.locator("#log-text", has_text="line 8999").wait_for()
+    assert "line 1000 " not in visitor.inner_text("#log-text")
+    visitor.focus("#panel-log")
+    top = "document.querySelector('#panel-log').scrollTop"
+    for line in (5000, 1000, 0):
+        visitor.keyboard.press("Home")
+        visitor.locator("#log-text", has_text=f"line {line} ").wait_for()
+        assert line == 0 or visitor.evaluate(top) > 200  # the lines that were shown stay in their place
+    visitor.keyboard.press("End")
+    with (first / "console.log").open("a") as file:
+        file.write("a new line\n")
+    visitor.locator("#log-text", has_text="a new line").wait_for()
+    lines = visitor.evaluate("document.querySelector('#log-text').textContent").splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(9000)]
+
+
 def test_run_of_one_row_has_a_point_in_each_chart(visitor, server, first) -> None:
     row = (first / "trainer_log.jsonl").read_text().partition("\n")[0]
     (first / "trainer_log.jsonl").write_text(row + "\n")

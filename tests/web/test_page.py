@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -437,6 +438,18 @@ def test_log_is_text_and_only_listed_files_are_served(page, root) -> None:
     assert body == "{}\n"
     for name in ("model.safetensors", "..%2frun.yaml", "%2e%2e", "/etc/passwd", ".lock"):
         assert page.send("GET", f"/api/runs/{run}/download/{name}")[0] == 404
+
+
+def test_log_is_read_back_to_its_beginning_in_whole_lines(page, root) -> None:
+    run, whole = page.id_of("first"), "".join(f"line {n} {'é' * (n % 90)}\n" for n in range(9000)) + "unfinished"
+    (root / "saves/first/console.log").write_text(whole)
+    parts = [page.get(f"/api/runs/{run}/log")]
+    while parts[0]["from"]:
+        assert parts[0]["text"].startswith("line ")
+        parts.insert(0, page.get(f"/api/runs/{run}/log?before={parts[0]['from']}"))
+    assert len(parts) > 3
+    assert all(before["to"] == after["from"] for before, after in itertools.pairwise(parts))
+    assert "".join(part["text"] for part in parts) == whole
 
 
 # --- rejected requests ------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from burnish.serve.page.runs.follow import (
     console_of,
     cursor_text,
     end_of,
+    line_start,
     log_text,
     new_events,
     read_cursor,
@@ -161,7 +162,7 @@ class Api:
             return ShownJson({"from": 0, "to": 0, "text": ""})
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))
-        begin = max(0, end - _LOG_BYTES)
+        begin = await asyncio.to_thread(line_start, path, max(0, end - _LOG_BYTES), end)
         text, behind = await asyncio.to_thread(log_text, path, begin, end)
         return ShownJson({"from": begin, "to": behind, "text": text})
 

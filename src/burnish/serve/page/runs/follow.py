@@ -108,6 +108,19 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
     )
 
 
+def line_start(path: Path, begin: int, end: int) -> int:
+    """The offset of the first line that starts between two offsets of a log; ``begin`` if there is none."""
+    if begin == 0:
+        return 0
+    try:
+        with open_regular_file_inside(path) as file:
+            file.seek(begin - 1)
+            found = file.read(end - begin).find(b"\n")
+    except OSError:
+        return begin
+    return begin + found if found >= 0 else begin
+
+
 def log_text(path: Path, begin: int, end: int) -> tuple[str, int]:
     """The text of a log between two offsets, without secrets, and the offset behind it.
 

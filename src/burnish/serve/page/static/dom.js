@@ -35,11 +35,12 @@ export const figure = (value, tag = "span") =>
 /** Show a number in a node. @param {string} selector @param {any} value */
 export const setFigure = (selector, value) => $(selector).replaceChildren(figure(value));
 
-/** Show a text in a node. If text was only added at its end, a selection in it stays. @param {any} node @param {string} text */
+/** Show a text in a node. If text was only added at one end, a selection in it stays. @param {any} node @param {string} text */
 export function setText(node, text) {
   const before = node.textContent;
   if (text === before) return;
   if (before && text.startsWith(before)) node.append(text.slice(before.length));
+  else if (before && text.endsWith(before)) node.prepend(text.slice(0, -before.length));
   else node.textContent = text;
 }
 

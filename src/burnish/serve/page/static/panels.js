@@ -105,16 +105,21 @@ export async function fillPredictions(id) {
   if (place) await (await import("./predictions.js")).showPredictions(place, id);
 }
 
-/** The log of a run; scrolls with new lines while the user is at its end. */
+const MOST_LOG = 2 ** 21; // characters
+/** The log of a run; scrolls with new lines while the user is at its end, and loads earlier ones at its beginning. */
 export class LiveLog {
   /** @param {any} place @param {string} id */
   constructor(place, id) {
     this.place = place;
     this.id = id;
     this.text = "";
-    this.end = -1; // offset in the file after the text
+    this.begin = 0; // offsets in the file, of the text and after it
+    this.end = -1;
     /** @type {Promise<void> | null} */
     this.filling = null;
+    place.addEventListener("scroll", () => {
+      if (place.scrollTop < 200 && this.begin > 0) this.fillEarlier().catch(() => {});
+    });
   }
   /** Load the end of the log. */
   fill() {
@@ -124,17 +129,34 @@ export class LiveLog {
     return this.filling;
   }
   async load() {
-    const { text, to } = await get(`api/runs/${this.id}/log`);
+    const { text, from, to } = await get(`api/runs/${this.id}/log`);
     this.text = text;
+    this.begin = from;
     this.end = to;
     this.show();
+  }
+  /** Load lines before those that are shown, which stay in their place. */
+  fillEarlier() {
+    this.filling ??= this.loadEarlier().finally(() => {
+      this.filling = null;
+    });
+    return this.filling;
+  }
+  async loadEarlier() {
+    const { text, from, to } = await get(`api/runs/${this.id}/log?before=${this.begin}`);
+    if (to !== this.begin) return this.load(); // the file is another one
+    const { scrollHeight, scrollTop } = this.place;
+    this.text = text + this.text;
+    this.begin = from;
+    this.show();
+    this.place.scrollTop = scrollTop + this.place.scrollHeight - scrollHeight;
   }
   /** Add new text, or load the log again if the text does not follow what is shown. @param {any} part */
   async add({ text, from, to }) {
     await this.filling;
     if (to <= this.end) return;
-    if (from !== this.end) return this.fill();
-    this.text = (this.text + text).slice(-262144);
+    if (from !== this.end || this.text.length > MOST_LOG) return this.fill();
+    this.text += text;
     this.end = to;
     this.show();
   }
