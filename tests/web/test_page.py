@@ -120,6 +120,17 @@ def test_sign_in_leads_to_the_page_with_its_query(page) -> None:
         assert page.send("POST", "/sign-in", body, Cookie="", **kind)[1]["location"] == "runs"
 
 
+def test_pages_behind_a_prefix_have_relative_links(root, tmp_path) -> None:
+    with start_page(root, tmp_path / "home", KEY, web_root_path="/proxy/7860") as page:
+        for cookie in ("", f"{page.sessions.cookie}={page.cookie}"):
+            for path in ("/", "/proxy/7860", "/proxy/7860/"):
+                status, headers, _ = page.send("GET", path, Cookie=cookie)
+                place = urllib.parse.urljoin(path, headers["location"])
+                assert (status, place) == (303, "/runs" if path == "/" else "/proxy/7860/runs")
+        assert page.send("GET", "/proxy/7860/runs")[0] == 200
+        assert page.send("GET", "/proxy/7860", Host="evil.example")[0] == 421
+
+
 def test_servers_of_one_host_have_their_own_sessions(page) -> None:
     other = Sessions("another key of sixteen")
     both = f"{page.sessions.cookie}={page.cookie}; {other.cookie}={other.new_cookie()}"

@@ -239,13 +239,18 @@ def path_prefix(root_path: str) -> str:
 
 
 def with_and_without_prefix(root_path: str, app: ASGIApp) -> ASGIApp:
-    """Serve ``app`` with and without a path prefix, since a proxy may or may not strip it."""
+    """Serve ``app`` with and without a path prefix, since a proxy may or may not strip it.
+
+    For the prefix without a slash, ``scope["burnish.root"]`` is the relative URL of the root. Otherwise it is missing.
+    """
     prefix = path_prefix(root_path)
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if prefix and path.startswith(f"{prefix}/"):
             scope = {**scope, "path": path.removeprefix(prefix)}
+        elif prefix and path == prefix:
+            scope = {**scope, "path": "/", "burnish.root": f"{prefix.rpartition('/')[2]}/"}
         await app(scope, receive, send)
 
     return inner

@@ -126,7 +126,7 @@ class Pages:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     async def start(self, request: Request) -> Response:
-        return Response(status_code=303, headers={"location": "runs"})
+        return Response(status_code=303, headers={"location": f"{request.scope.get('burnish.root', '')}runs"})
 
     async def runs(self, request: Request) -> Response:
         found = await self.site.find_runs()

@@ -23,7 +23,7 @@ from burnish.serve.http.guards import same_key
 
 SESSION_LIFETIME_S = 30 * 86400
 MAX_FAILED_ATTEMPTS = 10
-_PUBLIC_PATHS = ("/sign-in", "/healthz")
+_PUBLIC_PATHS = ("/", "/sign-in", "/healthz")
 _PLACE = re.compile(r"[A-Za-z0-9-]+(/[A-Za-z0-9-]+)*(\?[A-Za-z0-9_,=&/.%~+*:@!()-]{0,2000})?")
 """Path and query of a page, relative to the root of the web UI."""
 
