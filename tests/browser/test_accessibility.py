@@ -125,6 +125,24 @@ def test_run_is_configured_started_stopped_and_resumed_by_keyboard(visitor, serv
     assert visitor.evaluate("document.activeElement.id") == "tab-events"
 
 
+IS_COVERED = """() => {
+    const place = document.activeElement.getBoundingClientRect();
+    const top = document.elementFromPoint(place.left + place.width / 2, place.top + place.height / 2);
+    return document.activeElement !== document.body && !top?.contains(document.activeElement)
+        && !document.activeElement.contains(top) && !top?.closest("label")?.contains(document.activeElement);
+}"""
+
+
+@pytest.mark.parametrize("screen", ["runs", "compare?runs={run}", "evaluate"])
+def test_navigation_bar_does_not_cover_the_focus(visitor, server, run, screen) -> None:
+    visitor.set_viewport_size({"width": 390, "height": 560})
+    visitor.goto(f"{server.address}/{screen.format(run=run)}")
+    visitor.wait_for_load_state("load")
+    for _ in range(40):
+        visitor.keyboard.press("Tab")
+        assert not visitor.evaluate(IS_COVERED), visitor.evaluate("document.activeElement.outerHTML")
+
+
 def test_another_window_takes_over_when_streaming_window_closes(visitor, server, run) -> None:
     windows = [visitor, visitor.context.new_page(), visitor.context.new_page()]
     for window in windows:
