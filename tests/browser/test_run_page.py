@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -175,6 +176,29 @@ def test_usual_sentences_about_the_end_are_translated(visitor, server, first) ->
     (first / "outcome.json").write_text(json.dumps({"state": "stopped", "time": 1.8e9, "step": 40, **said}))
     visitor.click("#language")
     visitor.locator("#sentence", has_text="已在第 40 步停止。 可以从最近的检查点恢复。").wait_for()
+
+
+def test_run_of_another_machine_is_resumed_after_a_question(visitor, server, first) -> None:
+    (first / "outcome.json").unlink()
+    launch = json.loads((first / "launch.json").read_text())
+    (first / "launch.json").write_text(json.dumps({**launch, "host": "node-7"}))
+    for name in ("launch.json", "trainer_log.jsonl"):
+        os.utime(first / name, (1.79e9, 1.79e9))
+    requests: list[str] = []
+    visitor.on("request", lambda one: requests.append(one.url) if one.url.endswith("/continue") else None)
+    visitor.route("**/continue", lambda route: route.fulfill(json={}))
+    visitor.reload()
+    visitor.locator("#sentence", has_text="Started on node-7, no updates").wait_for()
+    visitor.click("#resume")
+    visitor.locator("dialog[open]", has_text="may still be active there").wait_for()
+    visitor.keyboard.press("Escape")
+    visitor.locator("dialog[open]").wait_for(state="detached")
+    assert not requests
+    visitor.click("#language")
+    visitor.locator("#sentence", has_text="在 node-7 上启动").wait_for()
+    visitor.click("#resume")
+    visitor.locator("dialog[open] footer button").last.click()
+    wait_for(lambda: len(requests) == 1)
 
 
 def test_ended_run_leaves_the_running_ones_and_the_filtered_list(visitor, server, alive) -> None:

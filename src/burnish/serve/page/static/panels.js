@@ -20,12 +20,15 @@ const SENTENCES = [
   [/^Stopped at step (\d+), without a checkpoint of that step\.$/, "said_stopped_without"],
   [/^Stopped immediately, at step (\d+)\.$/, "said_stopped_now"],
   [/^(?:Run the same command again to resume|Resume it) from (?:the|its) last checkpoint\.$/, "said_resume"],
+  [/^Running on (.+)\.$/, "said_elsewhere"],
+  [/^Started on (.+), no updates for a long time\.$/, "said_silent"],
   [/^The process ended unexpectedly: it was killed, or the machine went down\.$/, "said_died"],
 ];
 /** A usual sentence about the end of a run in the language of the page. @param {string} [text] */
 export function usualSentence(text = "") {
   const found = SENTENCES.find(([pattern]) => pattern.test(text));
-  return found ? t(found[1], { step: found[0].exec(text)?.[1] }) : text;
+  const value = found?.[0].exec(text)?.[1];
+  return found ? t(found[1], { step: value, host: value }) : text;
 }
 /** @param {any} event */
 const keyOf = ({ time, step, kind, text }) => JSON.stringify([time, step, kind, text]);

@@ -186,7 +186,11 @@ $("#stop-now").addEventListener("click", async () => {
   if (await askToConfirm(t("stop_now_sure", { checkpoint: facts.checkpoint ?? "–", step: facts.step }), t("stop_now")))
     void post("stop", { how: "now" });
 });
-$("#resume").addEventListener("click", () => post("continue", {}));
+$("#resume").addEventListener("click", async () => {
+  await loadRunWords();
+  const sure = t("resume_silent_sure", { host: facts.launch?.host });
+  if (facts.state !== "silent" || (await askToConfirm(sure, t("continue")))) void post("continue", {});
+});
 $("#csv")?.addEventListener("click", async () => {
   const all = (await get(`api/runs/${id}/series?points=1000000`)).columns; // the charts have a part of a long run
   download(new Blob([csv(all)], { type: "text/csv" }), `${facts.title}.csv`);
