@@ -200,7 +200,7 @@ def test_internal_error_in_one_folder_is_one_line(root: Path, monkeypatch: Any, 
     assert any("ZeroDivisionError" in line for line in lines)
 
 
-def test_a_run_that_has_ended_is_read_again_only_after_a_change(
+def test_run_is_read_again_after_a_change_and_an_active_one_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("first", "second"):
@@ -209,13 +209,19 @@ def test_a_run_that_has_ended_is_read_again_only_after_a_change(
     made(log(VALID_ROW), writer_of(launch_json={**ALIVE, "host": "elsewhere"}))(active)
     read: list[str] = []
     monkeypatch.setattr(found_runs, "read_run", lambda folder: read.append(folder.name) or read_run(folder))
+    clock = [100.0]
+    monkeypatch.setattr(found_runs.time, "monotonic", lambda: clock[0])
     known: KnownRuns = {}
     assert len(find([tmp_path], known)) == 3
     read.clear()
     assert len(find([tmp_path], known)) == 3
+    assert read == []  # several windows may follow a run
+    clock[0] += 2.0
+    assert len(find([tmp_path], known)) == 3
     assert read == ["active"]
     with (tmp_path / "second" / "trainer_log.jsonl").open("a", encoding="utf-8") as file:
         file.write(VALID_ROW.replace("3", "4") + "\n")
+    clock[0] += 2.0
     read.clear()
     assert {run.name: run.step for run in find([tmp_path], known)} == {"first": 3, "second": 4, "active": 3}
     assert read == ["active", "second"]

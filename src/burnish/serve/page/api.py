@@ -46,7 +46,7 @@ from burnish.serve.page.runs.listing import joined
 from burnish.serve.page.runs.log_columns import MOST_ROWS
 from burnish.serve.page.runs.predictions import predictions
 from burnish.serve.page.runs.run_warnings import warnings_of
-from burnish.serve.page.runs.runs import FoundRun, id_of
+from burnish.serve.page.runs.runs import FoundRun, KnownRuns, id_of
 from burnish.serve.page.runs.series import downsample, series, small_line_chart
 from burnish.serve.page.site import Answer, Site
 
@@ -293,20 +293,20 @@ class Api:
             found = {run.id: run for run in await self.site.find_runs()}
         wanted = [found[one] for one in ids if one in found] if ids else list(found.values())
         log = request.query_params.get("log") == "1"
-        messages, after = await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids))
+        messages, after = await asyncio.to_thread(_collect_messages, wanted, cursor, log, bool(ids), self.site.known)
         self._followed |= {run.id: run.folder for run in wanted if ids}
         gone = [one for one in ids if one not in found and one in self._followed and not self._followed[one].is_dir()]
         return messages + [("gone", {"run": one}) for one in gone], after
 
 
 def _collect_messages(
-    wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool
+    wanted: list[FoundRun], cursor: str, log: bool, is_followed: bool, known: KnownRuns
 ) -> tuple[list[tuple[str, Any]], str]:
     places, messages = read_cursor(cursor), []
     now = {}
     for run in wanted[:MOST_RUNS]:
         place = places.get(run.id) or (FilePosition() if is_followed else end_of(run.folder, None))
-        for name, data, behind in new_events(run.id, run.folder, place, log):
+        for name, data, behind in new_events(run.id, run.folder, place, log, known):
             place = behind
             if is_followed or name == "gone":
                 messages.append((name, data))

@@ -45,7 +45,7 @@ class Site:
         self._form: dict[str, Any] = {}
         self._found: list[FoundRun] = []
         self._names: dict[Path, str] = {}
-        self._known: KnownRuns = {}
+        self.known: KnownRuns = {}
         self._found_s = -FRESH_S
         self._discovery_lock = asyncio.Lock()
 
@@ -65,7 +65,7 @@ class Site:
         """The runs inside the roots, cached for a short time."""
         async with self._discovery_lock:
             if time.monotonic() - self._found_s > fresh_s:
-                self._found = await asyncio.to_thread(find, self.places.roots, self._known)
+                self._found = await asyncio.to_thread(find, self.places.roots, self.known)
                 self._found_s = time.monotonic()
                 self._names = distinct_names(run.folder for run in self._found)
         return self._found

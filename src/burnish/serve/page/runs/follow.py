@@ -22,7 +22,7 @@ from burnish.report.metadata import EVENTS
 from burnish.serve.page.runs.files import LOG
 from burnish.serve.page.runs.listing import facts
 from burnish.serve.page.runs.log_columns import columns_of, rows_since
-from burnish.serve.page.runs.runs import FoundRun, read_run
+from burnish.serve.page.runs.runs import FoundRun, KnownRuns, read_if_changed
 from burnish.utils.files import open_regular_file_inside
 
 CONSOLE = "console.log"
@@ -58,11 +58,14 @@ def cursor_text(cursor: Cursor) -> str:
     return ",".join(f"{id}:{p.rows}:{p.events}:{p.console}:{p.mark}" for id, p in cursor.items())
 
 
-def new_events(id: str, folder: Path, place: FilePosition, log: bool) -> Iterator[tuple[str, Any, FilePosition]]:
+def new_events(
+    id: str, folder: Path, place: FilePosition, log: bool, known: KnownRuns | None = None
+) -> Iterator[tuple[str, Any, FilePosition]]:
     """(event, data, position after it) of one run, in order.
 
     Args:
         log: follow the console too.
+        known: the runs that were read for other readers (``read_if_changed``).
     """
     if not folder.is_dir():
         yield "gone", {"run": id}, place
@@ -81,7 +84,7 @@ def new_events(id: str, folder: Path, place: FilePosition, log: bool) -> Iterato
     place = replace(place, events=end)
     for event in events:
         yield "event", {**event, "run": id}, place
-    run = read_run(folder)
+    run = read_if_changed(folder, {} if known is None else known)
     if run is not None and (mark := state_hash(run)) != place.mark:
         place = replace(place, mark=mark)
         yield "run", facts(run), place

@@ -56,8 +56,8 @@ _SILENT_AFTER_INTERVALS = 10
 """A run on another machine counts as silent after this multiple of the usual time between two rows."""
 
 
-KnownRuns: TypeAlias = "dict[str, tuple[tuple[tuple[int, ...], ...], FoundRun]]"
-"""Real path of a folder -> marks of its files, and the run."""
+KnownRuns: TypeAlias = "dict[str, tuple[tuple[tuple[int, ...], ...], FoundRun, float]]"
+"""Real path of a folder -> marks of its files, the run, and the time at which it was read (``time.monotonic``)."""
 
 
 @dataclass(frozen=True)
@@ -112,24 +112,32 @@ def find(roots: Sequence[Path], known: KnownRuns | None = None) -> list[FoundRun
 
     Args:
         roots: folders.
-        known: runs that an earlier call has read; it is updated. A run that has ended is read again only if one of its
-            files has changed.
+        known: runs that an earlier call has read; it is updated (``read_if_changed``).
     """
     folders = {os.path.realpath(folder): folder for root in roots for folder in run_folders(root)}
     known = {} if known is None else known
     for gone in known.keys() - folders.keys():
-        del known[gone]
-    found = [_read_if_changed(place, folder, known) for place, folder in folders.items()]
+        known.pop(gone, None)
+    found = [read_if_changed(folder, known, place) for place, folder in folders.items()]
     return sorted(filter(None, found), key=lambda run: -run.changed)
 
 
-def _read_if_changed(place: str, folder: Path, known: KnownRuns) -> FoundRun | None:
-    marks, run = known.get(place, ((), None))
+def read_if_changed(folder: Path, known: KnownRuns, place: str = "") -> FoundRun | None:
+    """As ``read_run``. A run that was read is read again if one of its files has changed, or after a second if it has
+    not ended.
+
+    Args:
+        known: the runs that were read; it is updated.
+        place: real path of the folder, if it is known.
+    """
+    place = place or os.path.realpath(folder)
+    marks, run, read_s = known.get(place, ((), None, 0.0))
     now = tuple(_file_version(f"{place}/{name}") for name in _READ)
-    if run is None or run.state not in FINAL_STATES or marks != now:
+    is_old = run is None or (run.state not in FINAL_STATES and time.monotonic() - read_s > 1.0)
+    if is_old or marks != now:
         run = read_run(folder)
         if run is not None:
-            known[place] = now, run
+            known[place] = now, run, time.monotonic()
     return run
 
 
