@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from burnish.serve.http.errors import APIError
 from burnish.serve.page.home import Home
 from burnish.serve.page.jobs.commands import Commands
 
@@ -68,3 +69,18 @@ def test_exit_status_is_recorded_by_the_server_that_started_the_job(site, tmp_pa
 def test_unreadable_records_of_jobs_are_ignored(site, text):
     (site.home.folder / "jobs.json").write_text(text)
     assert Commands(site).all() == []
+
+
+@pytest.mark.run
+def test_two_jobs_do_not_write_to_one_folder(site, tmp_path):
+    """An export creates its folder only when the weights are complete."""
+    folder = tmp_path / "exports"
+    commands, id = begin(site, folder)
+    with pytest.raises(APIError) as refused:
+        commands.evaluate(tmp_path / "model", "first", folder, "predict", {"dataset": "d"})
+    assert refused.value.code == "folder_in_use"
+    child = commands._children[id]
+    child.communicate()
+    assert commands.evaluate(tmp_path / "model", "first", folder, "predict", {"dataset": "d"})
+    for child in commands._children.values():
+        child.communicate()

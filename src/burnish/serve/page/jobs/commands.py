@@ -81,11 +81,11 @@ class Commands:
         """Start an export. Returns its id.
 
         Raises:
-            APIError: 409 if the folder is not empty, 422 for an unknown format.
+            APIError: 409 if the folder is not empty or used by another job, 422 for an unknown format.
         """
         if form not in FORMATS:
             raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
-        _check_empty(folder)
+        self._check_free(folder)
         adapter = path / "adapter_config.json"
         argv = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
         base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
@@ -99,11 +99,11 @@ class Commands:
         Args:
             inputs: ``dataset`` and ``dataset_dir``, or ``task`` and ``task_dir``; checked already.
         Raises:
-            APIError: 409 if the folder is not empty, 422 for a missing or invalid part.
+            APIError: 409 if the folder is not empty or used by another job, 422 for a missing or invalid part.
         """
         if kind not in KINDS:
             raise APIError(422, "invalid_value", f'"kind" must be one of {", ".join(KINDS)}.', param="kind")
-        _check_empty(folder)
+        self._check_free(folder)
         names = (
             {"task": "task", "task_dir": "task_dir"}
             if kind == "task"
@@ -118,6 +118,13 @@ class Commands:
         argv = ["predict" if kind == "predict" else "eval", str(path), f"save_dir={folder}"]
         argv += [f"{option}={value}" for option, value in values.items() if value]
         return self._begin(StartedJob("", kind, name, str(folder)), argv)
+
+    def _check_free(self, folder: Path) -> None:
+        """Raises APIError 409 if the folder is not empty, or an active job will write to it."""
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
+        if any(job.folder == str(folder) and self._facts(job)["state"] == "running" for job in self._jobs.values()):
+            raise APIError(409, "folder_in_use", "Another job is writing to this folder.", param="folder")
 
     def _begin(self, job: StartedJob, argv: Sequence[str]) -> str:
         job.id = f"{job.kind}-{int(time.time() * 1000):x}"
@@ -208,11 +215,6 @@ def _job_of_entry(found: Any) -> StartedJob | None:
 
 _RATES = ("_runtime", "_per_second")
 """Endings of metrics that say how long a command took, which is shown anyway, and not how good a model is."""
-
-
-def _check_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
 
 
 def _last_change(log: Path) -> float:
