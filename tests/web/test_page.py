@@ -658,7 +658,8 @@ def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     assert "burnish chat gguf" in page.get(job)["lines"]
     (root / "gguf").mkdir()
     (root / "gguf" / "value_head.safetensors").touch()
-    assert page.get(job)["lines"] == ["burnish api gguf"]  # a reward model has no responses
+    lines = ["burnish score gguf dataset=FILE", "burnish api gguf"]  # a reward model has no responses
+    assert page.get(job)["lines"] == lines
     assert page.send("POST", "/api/exports", {**options, "format": "pickle"})[0] == 422
 
 
