@@ -115,7 +115,7 @@ CASES = [
     (None, {"template": "gemma3"}, "template gemma3 uses the placeholder <image_soft_token>, but qwen2_5_vl uses"),
     (None, {"lora_target": "qkv"}, "matches only frozen layers of"),
     (None, {"freeze_language_model": "true"}, "are all frozen: nothing is left to train"),
-    (None, {"stage": "grpo", "reward_funcs": "exact_match_reward"}, "but stage grpo supports text only."),
+    (None, {"stage": "pt"}, "but stage pt supports text only."),
     (None, {"cutoff_len": 8}, "truncation to cutoff_len would split an image"),
 ]
 

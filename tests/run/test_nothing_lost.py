@@ -26,6 +26,7 @@ from burnish.run.recovery.clearing import SOURCES, BackupOnOverwrite, files_of_r
 from burnish.utils.files import cache_home, exclusive_writer_lock, problems_of_folder
 from pair_runs import pairs
 from representative import representative_slow
+from small_run import WORDS
 
 pytestmark = pytest.mark.run
 
@@ -116,7 +117,7 @@ def test_new_run_removes_all_files_of_an_earlier_run(stage: str, user_folder: Pa
     if stage == "pt":
         write("data/rows.json", [{"text": "red green"}] * 8)
     if stage == "kto":
-        write("data/rows.json", [{"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(8)])
+        write("data/rows.json", [{"prompt": "a", "completion": WORDS[i], "label": i % 2 == 0} for i in range(8)])
     evaluated = ["eval_strategy=steps", "eval_steps=2", "val_size=4", "plot_loss=true"]
     trained(f"stage={stage}", "max_steps=4", *evaluated)
     written = {path.name for path in Path("out").iterdir()}
