@@ -52,7 +52,7 @@ def open_table(path: Path) -> Table:
 
     next(read_records(path), None)  # raises if the content has another type
     if suffix == ".arrow":
-        rows = datasets.Dataset(arrow_table(path), fingerprint=str(path))  # without one, all rows are read and hashed
+        rows = datasets.Dataset(arrow_table(path), fingerprint=str(path))  # without it, all rows are hashed
         return DatasetTable(path, rows, OpenFile(path))
     features = _readable_features(path)
     rows = datasets.Dataset.from_parquet(str(path), features=features, columns=[*features])

@@ -59,7 +59,7 @@ class ScoreOptions:
     """Scores of a reward model."""
 
     save_dir: str | None = option(
-        None, "Folder for the scores. Default: output_dir, or scores in the folder of the model.", names_place=True
+        None, "Folder for the scores. Default: output_dir, or scores in the model's folder.", names_place=True
     )
     score_name: str = option(
         "score", "Name of the field with the score of a record. Those of a pair are NAME_chosen and NAME_rejected."
@@ -213,7 +213,7 @@ def _token_ids(
         if reason.kind == "dropped":
             dropped |= dict.fromkeys(places, reason.removeprefix("dropped: "))
         else:
-            stats.records[reason] += dict.fromkeys(places)
+            stats.records[reason].extend(dict.fromkeys(places))  # once for both responses of a pair
     for example, some in zip(examples, sequences, strict=True):
         rows = [next(encoded) if _is_encoded(one) else _text_ids(one, loaded.tokenizer) for one in some]
         yield _checked(rows, dropped.get((example.source, example.number), _NO_RESPONSE), loaded)

@@ -108,10 +108,10 @@ def prepare_dataset(
     encode.warn(stats, name)
     if not len(rows):
         raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
-    made_from = None  # the library hashes a copy of all rows: 4 s for 400 MB
+    identity = None  # with None, the library hashes a copy of all rows: 4 s for 400 MB
     if encode.fingerprint is not None:
-        made_from = datasets.fingerprint.Hasher.hash([burnish.__version__, data, known])
-    table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)), fingerprint=made_from)
+        identity = datasets.fingerprint.Hasher.hash([burnish.__version__, data, known])
+    table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)), fingerprint=identity)
     if not keep:
         return table
     columns, is_whole = dataset.select_columns(list(keep)), len(rows) == len(records) and not splits_pairs
