@@ -63,12 +63,24 @@ def test_run_that_cannot_be_started_in_its_folder_is_an_error(page, root, monkey
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", fail)
+    outcome = (root / "saves/first/outcome.json").read_bytes()
     path, body = f"/api/runs/{page.id_of('first')}/continue", {}
     if route == "new":
         path, body = "/api/runs", {"values": {"model_name_or_path": "m", "dataset": "d", "output_dir": "saves/next"}}
     status, _, text = page.send("POST", path, body)
     assert (status, json.loads(text)["error"]["option"]) == (422, "output_dir")
     assert "Permission denied" in text
+    assert (root / "saves/first/outcome.json").read_bytes() == outcome
+
+
+def test_run_whose_first_folder_is_gone_is_not_resumed(page, root) -> None:
+    launch = json.loads((root / "saves/first/launch.json").read_text())
+    (root / "saves/first/launch.json").write_text(json.dumps({**launch, "folder": str(root / "moved")}))
+    outcome = (root / "saves/first/outcome.json").read_bytes()
+    status, _, text = page.send("POST", f"/api/runs/{page.id_of('first')}/continue", {})
+    assert status == 409
+    assert '"moved", in which the run was started, does not exist' in json.loads(text)["error"]["message"]
+    assert (root / "saves/first/outcome.json").read_bytes() == outcome
 
 
 def test_options_are_described_without_space_to_keep_them(root, tmp_path, monkeypatch) -> None:

@@ -128,8 +128,8 @@ class Starter:
         """Continue a run from its own file.
 
         Raises:
-            APIError: 409 if it is still running or has no file, 422 if the file sets options that a visitor may not
-                set, or the folder cannot be written.
+            APIError: 409 if it is still running, has no file, or the folder in which it was started is missing. 422 if
+                the file sets options that a visitor may not set, or the folder of the run cannot be written.
         """
         if run.is_alive:
             raise APIError(409, "running", "The run is already running.")
@@ -159,12 +159,18 @@ class Starter:
         return {name: item.value for name, item in values.items()}
 
     def _launch(self, folder: Path, devices: list[int] | None, file: str = RUN_YAML) -> None:
-        before = object_in(folder / OUTCOME)
-        (folder / OUTCOME).unlink(missing_ok=True)
+        before, start = object_in(folder / OUTCOME), self._place_of(folder)
+        if not start.is_dir():
+            message = (
+                f'The folder "{self.places.display_path(start)}", in which the run was started, does not exist. '
+                "Create it, since relative paths of the run begin there."
+            )
+            raise APIError(409, "no_start_folder", message)
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
         argv = ["train", str(folder / file)]
-        child = start_burnish(argv, self._place_of(folder), folder / CONSOLE, self._environment() | chosen)
+        child = start_burnish(argv, start, folder / CONSOLE, self._environment() | chosen)
         self._children.append(child)
+        (folder / OUTCOME).unlink(missing_ok=True)  # not earlier: a run that cannot be started keeps it
         launch = launch_record(
             [], child.pid, ["burnish", *argv], before if before.get("state") in FINAL_STATES else None
         )
