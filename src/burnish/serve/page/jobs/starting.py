@@ -107,7 +107,11 @@ class Starter:
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[None]:
-        """Raises APIError 422 if the files of a run cannot be written."""
+        """Convert an error of writing to the folder of a run.
+
+        Raises:
+            APIError: 422.
+        """
         try:
             yield
         except OSError as error:
@@ -243,18 +247,19 @@ class Starter:
         if folder in self._queued_folders(queue):
             message = f'A queued run writes to "{self.places.display_path(folder)}". Choose a different folder.'
             raise APIError(409, "folder_queued", message, param="output_dir")
-        # Not a number that an open page may still show for a run that has started.
+        # An open page may still show the numbers of earlier runs, and remove a run by its number.
         number: int = max([int(time.time() * 1000), *(one["number"] + 1 for one in queue)])
         one = {"number": number, "values": values, "folder": folder_choice, "devices": devices, "time": time.time()}
         self.home.write(QUEUE, json.dumps([*queue, one]))
         return number
 
     def _queued_folders(self, queue: Iterable[Mapping[str, Any]]) -> set[Path]:
-        """The folders that queued runs write to, without those that cannot be started."""
+        """The folders that queued runs will write to, without runs that were refused."""
         folders = set()
         for one in queue:
-            with suppress(APIError):  # of a file that others wrote
-                folders |= {self.folder_of(one["values"])} if "error" not in one else set()
+            if "error" not in one:
+                with suppress(APIError):  # the file of the queue may have been edited; the run is refused at its start
+                    folders.add(self.folder_of(one["values"]))
         return folders
 
     def free_folder(self, folder: Path) -> Path:
@@ -274,8 +279,8 @@ class Starter:
         the ``error``, and the next one is started.
 
         Raises:
-            APIError: if the run is refused.
-            OSError: if its files cannot be written.
+            APIError: if the run is refused, or its files cannot be written.
+            OSError: if the process that describes the options cannot be started.
         """
         first = next((one for one in self.queued_jobs() if "error" not in one), None)
         if first is None or any(run.is_alive and run.state != "elsewhere" for run in runs):
