@@ -15,17 +15,19 @@ from burnish.serve.page.home import Home
 from web.conftest import KEY
 from web.page_thread import start_page
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def denied(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @pytest.fixture
 def full_home(page: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state folder of the page, to which nothing more can be written."""
-
-    def fail(*_: Any) -> None:
-        raise FULL
-
-    monkeypatch.setattr("burnish.serve.page.home.os.fsync", fail)
+    monkeypatch.setattr("burnish.serve.page.home.os.fsync", full)
     return Path(page.site.home.folder)
 
 
@@ -46,23 +48,16 @@ def test_state_that_cannot_be_written_is_an_error_with_the_reason(page, full_hom
     assert sorted(full_home.rglob("*")) == before  # no part of a file is left
 
 
-def test_yaml_text_needs_no_more_space_than_a_file(page, monkeypatch) -> None:
+def test_presets_are_listed_while_text_cannot_be_written(page, monkeypatch) -> None:
     page.send("PUT", "/api/presets/mine", {"text": "lora_rank: 8\n"})
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise FULL
-
-    monkeypatch.setattr("burnish.serve.page.form.tempfile.TemporaryDirectory", fail)
+    monkeypatch.setattr("burnish.serve.page.form.tempfile.TemporaryDirectory", full)
     assert page.send("POST", "/api/yaml", {"text": "lora_rank: 8\n"})[0] == 507
     assert page.get("/api/form")["own_presets"] == {"mine": {"lora_rank": "8"}}
 
 
 @pytest.mark.parametrize("route", ["continue", "new"])
 def test_run_that_cannot_be_started_in_its_folder_is_an_error(page, root, monkeypatch, route) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", fail)
+    monkeypatch.setattr("burnish.serve.page.jobs.starting.start_burnish", denied)
     outcome = (root / "saves/first/outcome.json").read_bytes()
     path, body = f"/api/runs/{page.id_of('first')}/continue", {}
     if route == "new":
@@ -87,7 +82,7 @@ def test_options_are_described_without_space_to_keep_them(root, tmp_path, monkey
     with start_page(root, tmp_path / "home", KEY) as page:
         (page.site.home.folder / "form.json").unlink()
         monkeypatch.setattr(page.site.planner, "whole", lambda _: _described())
-        monkeypatch.setattr("burnish.serve.page.home.os.fsync", lambda _: (_ for _ in ()).throw(FULL))
+        monkeypatch.setattr("burnish.serve.page.home.os.fsync", full)
         assert page.get("/api/form")["fields"] == []
 
 
@@ -103,10 +98,7 @@ def test_key_file_that_is_not_text_is_an_error(tmp_path) -> None:
 
 
 def test_file_that_cannot_be_read_is_an_error_of_the_download(page, root, monkeypatch) -> None:
-    def fail(_: Path) -> bytes:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr("burnish.serve.page.api._download", fail)
+    monkeypatch.setattr("burnish.serve.page.api._download", denied)
     status, _, text = page.send("GET", f"/api/runs/{page.id_of('first')}/download/run.yaml")
     assert status == 404
     assert "Permission denied" in text

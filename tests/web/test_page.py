@@ -416,7 +416,7 @@ def test_list_of_runs_is_updated_with_the_loss_curve(page, root) -> None:
 
 def test_stream_says_once_that_a_run_is_gone(page, root) -> None:
     run = page.id_of("first")
-    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
     connection.request("GET", f"/api/stream?runs={run}", headers={"Cookie": f"{page.sessions.cookie}={page.cookie}"})
     response = connection.getresponse()
     while b"event: run" not in response.readline():
