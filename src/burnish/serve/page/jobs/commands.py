@@ -124,7 +124,8 @@ class Commands:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise APIError(409, "folder_not_empty", "The folder is not empty.", param="folder")
         if any(job.folder == str(folder) and self._facts(job)["state"] == "running" for job in self._jobs.values()):
-            raise APIError(409, "folder_in_use", "Another job is writing to this folder.", param="folder")
+            message = "Another job is writing to this folder. Choose a different folder, or wait."
+            raise APIError(409, "folder_in_use", message, param="folder")
 
     def _begin(self, job: StartedJob, argv: Sequence[str]) -> str:
         job.id = f"{job.kind}-{int(time.time() * 1000):x}"
@@ -135,7 +136,7 @@ class Commands:
         return job.id
 
     def _record(self) -> None:
-        """Record the jobs for later servers. If that fails, those do not list the latest ones."""
+        """Record the jobs for later servers. A failure is logged; those servers do not list the newest jobs then."""
         kept = list(self._jobs.values())[-_MOST_RECORDS:]
         try:
             self.site.home.write(_RECORDS, json.dumps([asdict(job) for job in kept]))

@@ -55,18 +55,18 @@ const view = {
   clip: $("#clip"),
   different: $("#only-different"),
 };
-const USUAL = { x: "step", smoothing: "0.6", log: "false", clip: "false", different: "true" };
+const DEFAULTS = { x: "step", smoothing: "0.6", log: "false", clip: "false", different: "true" };
 const address = new URLSearchParams(location.search);
-for (const [name, usual] of Object.entries(USUAL)) {
-  const value = address.get(name) ?? usual;
+for (const [name, defaultValue] of Object.entries(DEFAULTS)) {
+  const value = address.get(name) ?? defaultValue;
   if (view[name].type === "checkbox") view[name].checked = value === "true";
   else view[name].value = value;
 }
-if (!view.x.value) view.x.value = USUAL.x;
+if (!view.x.value) view.x.value = DEFAULTS.x;
 /** Keep what is shown in the URL, for a link to it. */
 function keepView() {
   const valueOf = (/** @type {any} */ { type, checked, value }) => (type === "checkbox" ? String(checked) : value);
-  const changed = Object.entries(USUAL).filter(([name, usual]) => valueOf(view[name]) !== usual);
+  const changed = Object.entries(DEFAULTS).filter(([name, defaultValue]) => valueOf(view[name]) !== defaultValue);
   const parts = [`runs=${chosen.join(",")}`, ...changed.map(([name]) => `${name}=${valueOf(view[name])}`)];
   history.replaceState(null, "", chosen.length ? `?${parts.join("&")}` : location.pathname);
 }

@@ -193,7 +193,7 @@ export function follow(query, cursor, take) {
       } finally {
         clearTimeout(timer);
       }
-      if (quiet.signal.aborted && isHeldBack) return poll(signal); // by a proxy
+      if (quiet.signal.aborted && isHeldBack) return poll(signal); // a proxy buffers the stream
       if (!signal.aborted) await pause(1000);
     }
   }
