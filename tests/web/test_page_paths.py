@@ -29,7 +29,6 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.recovery.resume import checkpoint_to_resume
 from burnish.serve.eval.local_tasks import local_tasks
 from burnish.utils.files import ROOTS
-from representative import representative_slow
 
 MODEL = Path(burnish.__file__).parent / "demo" / "model"
 DEEP = b"[" * 200_000
@@ -228,7 +227,7 @@ def test_non_string_values_are_rejected_or_kept(page, root) -> None:
 
 @pytest.mark.slow
 @pytest.mark.run
-@pytest.mark.parametrize("folder", representative_slow(["/a\0b", "\ud800", "x" * 5000], 1))
+@pytest.mark.parametrize("folder", ["/a\0b", "\ud800", "x" * 5000])
 def test_invalid_folder_in_launch_record_is_not_a_server_error(page, root, folder) -> None:
     sent = root / "sent"
     sent.mkdir()

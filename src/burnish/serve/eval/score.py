@@ -71,7 +71,7 @@ def score_sets(argv: Sequence[str]) -> int:
     """Run ``burnish score``. Returns the exit status.
 
     Raises:
-        UserError: for errors in the user's input. No file is written then.
+        UserError: for errors in the user's input. Nothing is written before all records are checked.
     """
     if others := paths_of(argv)[0][1:]:
         what = f'burnish score takes one model. Also received: "{others[0]}".'
