@@ -392,6 +392,7 @@ def test_peft_loads_saved_adapter_with_same_logits(case, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_adapter_of_each_family_round_trips_through_peft(family, tmp_path):
     adapter, model = attach_lora(family)

@@ -270,6 +270,7 @@ def test_8_bit_weights_are_checked_for_non_finite_values(dtype):
 # --- checkpointing and precision --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arguments", [None, {"use_reentrant": True}, {"selective": True}, {"offload": True}])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_checkpointing_gives_the_same_gradients(kind, arguments):

@@ -154,7 +154,7 @@ OTHER_METHODS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "name", "takes_model"),
     [
@@ -174,7 +174,7 @@ def test_trl_method_override_is_called_and_changes_nothing(kind, name, takes_mod
         assert custom.seen[name][1] == PADDED[kind]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
 def test_cpo_losses_equal_those_of_its_method(loss_type, folder, tmp_path):
     options = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type == "sigmoid" else 0.0}
@@ -311,6 +311,7 @@ def test_static_methods_are_called_with_the_keywords_of_trl(folder, tmp_path):
     assert custom == pytest.approx(defaults, rel=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["DPOTrainer", "KTOTrainer"])
 def test_prepare_input_receives_trl_batch(kind, folder, tmp_path):
     class InputRecorder(Recording):

@@ -485,6 +485,7 @@ def bad(**changes):
     return rows
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -768,6 +769,7 @@ def test_ref_model_can_be_synced_with_the_policy(folder, tmp_path):
              trainer_args={"ref_model": other, "peft_config": LoraConfig(**LORA)}, **arguments)  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("every", [1, 2])
 def test_reference_moves_at_the_end_of_a_step_with_and_without_evaluations(folder, tmp_path, every):
     """A reference that equals the policy gives a loss of ln 2, in the next step and in an evaluation after the move."""

@@ -348,6 +348,7 @@ class RepeatSampler(Sampler):
                     yield from [number] * self.count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_sampler_written_for_trl_gives_each_prompt_once(kind, folder, tmp_path):
     class CustomTrainer(kind):

@@ -181,6 +181,7 @@ def odd_tool(outcome):
     return odd
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("outcome", "content"),
     [(OWN("gone"), "gone"), (asyncio.CancelledError(), "CancelledError"), (GeneratorExit(), "GeneratorExit"),

@@ -94,6 +94,7 @@ def streamed(rows, read=None):
     return IterableDataset.from_generator(generate)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 def test_streamed_prompts_train_like_unshuffled_ones(folder, kind):
     read = []

@@ -204,7 +204,7 @@ OBSTACLES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", OBSTACLES)
 @pytest.mark.parametrize(
     "name",

@@ -121,7 +121,7 @@ class ShuffledSampler(Sampler):
         return iter(order)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", representative_slow([3, 6, 8], 1))
 @pytest.mark.parametrize("order", ["generator of the loader", "generator of a sampler", "python", "numpy"])
 def test_orders_from_other_generators_resume_at_their_position(tmp_path, order, step):
@@ -195,6 +195,7 @@ class StatefulStream(IterableDataset):
 STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["__call__", "of_datasets", "shuffled"])
 @pytest.mark.parametrize("step", representative_slow([12, 3], 1))
 def test_stateful_stream_resumes_from_its_state(tmp_path, kind, step):
@@ -662,6 +663,7 @@ class EndEpochs(TrainerCallback):
         control.should_epoch_stop = state.global_step in self.steps
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("save_strategy", ["steps", "epoch"])
 @pytest.mark.parametrize("steps", [(2, 4), (2,)])
 def test_run_that_ends_epochs_early_resumes_to_the_same_weights(tmp_path, steps, save_strategy):
