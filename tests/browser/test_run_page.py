@@ -203,6 +203,7 @@ def test_run_of_another_machine_is_resumed_after_a_question(visitor, server, fir
 
 def test_ended_run_leaves_the_running_ones_and_the_filtered_list(visitor, server, alive) -> None:
     shutil.rmtree(server.root / "trl")  # would count as running, since its files are new
+    visitor.wait_for_timeout(2000)  # the list of runs is kept for a moment
     visitor.goto(f"{server.address}/runs")
     visitor.locator("[data-live]", has_text="first").wait_for()
     visitor.select_option("#state-filter", "running")
@@ -212,6 +213,11 @@ def test_ended_run_leaves_the_running_ones_and_the_filtered_list(visitor, server
     visitor.locator("#running-now").wait_for(state="hidden")
     assert visitor.locator("[data-live]").count() == 0
     assert row.is_hidden()
+
+
+def test_run_that_starts_while_the_list_is_kept_gets_its_card(visitor, server, alive) -> None:
+    visitor.goto(f"{server.address}/runs")
+    visitor.locator("[data-live]", has_text="first").wait_for(timeout=15_000)
 
 
 def test_focus_moves_from_stop_to_resume(visitor, server, alive) -> None:

@@ -51,15 +51,21 @@ async function showArrived() {
   }
   return lists.flatMap((list) => insertMissing($(list), $(list, page), "data-run"));
 }
-let isArriving = false;
-/** Show what is new, at most once a second. @param {(added: any[]) => void} complete */
+let isArriving = false,
+  remaining = 0;
+/** Show what is new: now, and again later, since the server keeps its list for 1.5 s.
+ * @param {(added: any[]) => void} complete */
 export async function arrive(complete) {
+  remaining = 2;
   if (isArriving) return;
   isArriving = true;
   try {
-    const added = await showArrived();
-    if (added.length) complete(added);
-    await pause(1000);
+    while (remaining > 0) {
+      remaining -= 1;
+      const added = await showArrived();
+      if (added.length) complete(added);
+      await pause(1600);
+    }
   } finally {
     isArriving = false;
   }
