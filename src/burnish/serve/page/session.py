@@ -71,7 +71,7 @@ class Sessions:
 
 
 def is_place(to: str) -> bool:
-    """Return whether ``to`` is a page of the web UI, to which sign-in may lead (protects against open redirects)."""
+    """Return whether ``to`` is a page of the web UI. Sign-in redirects to no other address."""
     return _PLACE.fullmatch(to) is not None
 
 

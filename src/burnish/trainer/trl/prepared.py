@@ -108,7 +108,7 @@ def prepare_dataset(
     encode.warn(stats, name)
     if not len(rows):
         raise UserError(f"No examples of the {name} dataset are left to train on. Increase `max_length`.")
-    identity = None  # with None, the library hashes a copy of all rows: 4 s for 400 MB
+    identity = None  # with None, the library hashes a copy of all rows
     if encode.fingerprint is not None:
         identity = datasets.fingerprint.Hasher.hash([burnish.__version__, data, known])
     table = datasets.Dataset(datasets.table.InMemoryTable(arrow_table(rows, encode.names)), fingerprint=identity)

@@ -136,7 +136,7 @@ class Commands:
         return job.id
 
     def _record(self) -> None:
-        """Record the jobs for later servers. A failure is logged; those servers do not list the newest jobs then."""
+        """Save the list of jobs for the next server process. If that fails, it is logged."""
         kept = list(self._jobs.values())[-_MOST_RECORDS:]
         try:
             self.site.home.write(_RECORDS, json.dumps([asdict(job) for job in kept]))

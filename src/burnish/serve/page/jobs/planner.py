@@ -25,7 +25,7 @@ from burnish.serve.page.places import Roots
 IDLE_S = 600.0
 SLOWEST_S = 120.0
 PATIENCE_S, START_S = 10.0, 30.0
-"""Time that a request which was given up may take, and that the process may take to start and answer its first one."""
+"""Seconds after which the process is ended for an abandoned request: since that request, and since its own start."""
 _LONGEST_LINE = 32 * 2**20
 
 

@@ -107,7 +107,7 @@ class Starter:
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[None]:
-        """Convert an error of writing to the folder of a run.
+        """Report an ``OSError`` while writing to the folder of a run.
 
         Raises:
             APIError: 422.

@@ -98,7 +98,7 @@ def prompt_rows(
         for at, record in enumerate(with_encoded_images(dataset))
     )
     rows: list[Row | None] = []
-    while batch := [*islice(examples, BATCH_SIZE)]:  # the encodings of all prompts at once need 15 kB each
+    while batch := [*islice(examples, BATCH_SIZE)]:  # encodings need far more memory than their ids
         stats.seen += len(batch)
         rows += objective.encode(batch, stats)
     for reason, number in stats:
