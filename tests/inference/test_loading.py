@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from generation_runs import ResponseCollector, generate_alone, generate_responses
+from transformers import AutoTokenizer
 
 from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
 from burnish.checkpoint.checkpoint import Checkpoints
 from burnish.config.errors import UserError
+from burnish.config.options import RawValue
 from burnish.data.chat.choose import RECORDED
+from burnish.export.export import export
 from burnish.inference.loading import load_for_inference, local_engine
 from burnish.inference.scheduler import Scheduler
 from burnish.inference.slots import SlotLimits
@@ -24,6 +27,7 @@ from burnish.run.finish import next_steps
 from burnish.run.plan.plan import RunOptions
 from burnish.serve.command_line import serving_of
 from burnish.serve.eval.dataset import _recorded_template
+from pair_runs import make_pair_workspace, train_on_pairs
 from small_run import make_model
 from tiny_models import saved_model
 
@@ -199,6 +203,37 @@ def test_template_options_that_are_set_precede_the_recorded_ones(
     recorded = {name: item.value for name, item in _recorded_template(serving).items()}
     assert recorded.get("template") == (None if "template=qwen" in argv else "qwen")
     assert recorded.get("default_system") == (None if argv else "RECORDED")
+
+
+@pytest.mark.parametrize(
+    "training",
+    [{"stage": "dpo"}, {"stage": "kto"}, {"stage": "sft", "mask_history": True}, {"stage": "sft"}],
+    ids=lambda training: "-".join(map(str, training.values())),
+)
+def test_prompts_have_the_reasoning_of_earlier_responses_only_if_training_kept_it(
+    training: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pair_workspace(tmp_path)
+    responses = [{"instruction": "Repeat: red", "output": "red"}] * 4
+    (tmp_path / "responses.json").write_text(json.dumps(responses))
+    folder, whole = tmp_path / "out", tmp_path / "whole"
+    data = {"dataset": str(tmp_path / "responses.json")} if training["stage"] == "sft" else {}
+    options = {"template": "qwen3", "missing_control_tokens": "split", "max_steps": 1, **data, **training}
+    train_on_pairs(tmp_path, monkeypatch, **options)
+    values = {"model_name_or_path": folder, "export_dir": whole, "missing_control_tokens": "split"}
+    export({name: RawValue(str(value)) for name, value in values.items()})
+    thought, question = "<think>\nhm\n</think>\n\n", Message("user", "Repeat: blue")
+    talk = Example(messages=(question, Message("assistant", f"{thought}red"), question))
+    for trained in (folder, whole):
+        tokenizer = AutoTokenizer.from_pretrained(trained)
+        chat = [{"role": message.role, "content": message.text} for message in talk.messages]
+        expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert (thought in expected) == (training == {"stage": "sft"})
+        for preserve in ([], ["preserve_thinking=true"]):
+            serving = serving_of([str(trained), "missing_control_tokens=split", *preserve])
+            loaded = load_for_inference(serving.options, explicit=serving.provenance)
+            prompt = loaded.tokenizer.decode(loaded.template.prompt(talk))
+            assert thought in prompt if preserve else prompt == expected
 
 
 def test_template_different_from_recorded_one_is_reported(model: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 from burnish.adapters.chain import incomplete_chain_notes
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import RawValue, build, raise_if, specs
-from burnish.data.chat.choose import check_template, configure_tokenizer, load_template
+from burnish.data.chat.choose import check_template, configure_tokenizer, load_template_of_model
 from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
@@ -81,9 +81,9 @@ def export(values: Mapping[str, RawValue]) -> Path:
     if options.export_format == "gguf" or options.export_quantization_bit:
         raise_if([_REWARD_MODEL_FORMAT] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
-    template = load_template(options, tokenizer, UNLIMITED_CONTEXT)
-    notes += configure_tokenizer(template, tokenizer)
+    template = load_template_of_model(options, tokenizer, UNLIMITED_CONTEXT)
     template = template if head is None else template.answering_last()
+    notes += configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()
     using = calibration(options, config, tokenizer) if options.export_quantization_bit else None
 

@@ -26,7 +26,7 @@ from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.chat_template import JinjaFormat
-from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_template, recorded_options
+from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_template_of_model, recorded_options
 from burnish.data.chat.rendering import UnreadableTemplate, start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
@@ -87,11 +87,11 @@ def load_for_inference(
     if options.template is None:
         start_rendering()  # while the weights are read
     family = None if is_remote(options) else load_family(options, config, tokenizer, notes, options)
-    template = load_template(options, tokenizer, UNLIMITED_CONTEXT, family)
+    template = load_template_of_model(options, tokenizer, UNLIMITED_CONTEXT, family)
     own = tokenizer.chat_template
-    notes += configure_tokenizer(template, tokenizer)
     head = None if is_remote(options) else _reward_head(options, adapters, may_score, config)
     template = template if head is None else template.answering_last()
+    notes += configure_tokenizer(template, tokenizer)
     differs = _other_template(template, own, tokenizer)
     notes += differs
     notes += incomplete_chain_notes(adapters)

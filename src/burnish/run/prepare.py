@@ -19,7 +19,7 @@ from burnish.config.errors import Problem, UserError, few
 from burnish.config.options import raise_if
 from burnish.data.batches.batching import lengths_of, splits_rows
 from burnish.data.batches.budget import check_budget
-from burnish.data.chat.choose import configure_tokenizer, load_template
+from burnish.data.chat.choose import configure_tokenizer, load_template, load_template_of_model
 from burnish.data.chat.rendering import start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
@@ -60,6 +60,8 @@ from burnish.run.recovery.fingerprints import code_digest, fingerprints_of
 SAMPLE_SIZE = 256
 """Number of rows encoded before the first step when streaming."""
 _NO_LIMIT = 1 << 30  # tokens
+_ONE_RESPONSE = frozenset({"pairs", "unpaired", "prompts"})
+"""Kinds of records in which only the last response of a conversation is trained."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,13 @@ def prepare(plan: Plan) -> Prepared:
     refused: list[UserError] = []
     family = load_family(options, config, tokenizer, notes, options, refused)
     has_template = bool(tokenizer.chat_template or options.template)
-    template = load_template(options, tokenizer, family=family)
+    load = load_template if options.do_train else load_template_of_model
+    template = load(options, tokenizer, family=family)
+    if OBJECTIVES[options.stage].records in _ONE_RESPONSE:
+        template = template.answering_last()
     template.images_refused = next(iter(refused), None)
     notes += configure_tokenizer(template, tokenizer)
-    written = template if OBJECTIVES[options.stage].uses_lm_head else template.answering_last()
-    tokenizer.chat_template = written.jinja()  # so that the saved tokenizer renders the trained text
+    tokenizer.chat_template = template.jinja()  # so that the saved tokenizer renders the trained text
     adapter = ADAPTERS[options.finetuning_type](options, adapter_folders(options))
     shapes = resized_meta_model(config, tokenizer, options)
     raise_if([*check_vocabulary(tokenizer, config, options), *adapter.check(shapes)])

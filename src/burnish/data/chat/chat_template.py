@@ -50,6 +50,7 @@ class JinjaFormat:
     """
 
     writes_openings = False
+    forgets_thoughts = False  # the template itself decides how to render earlier reasoning
 
     def __init__(
         self, chat_template: str | Mapping[str, str], options: TemplateChoices, tokenizer: Any, name: str,
@@ -73,7 +74,7 @@ class JinjaFormat:
             raise UserError(what, why=self.renderer.refusal, remedy="Correct it, or set a different template.")
 
     def answering_last(self) -> JinjaFormat:
-        return self  # the template itself decides how to render earlier reasoning
+        return self
 
     @property
     def arguments(self) -> frozenset[str]:

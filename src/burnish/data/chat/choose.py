@@ -37,6 +37,8 @@ FALLBACK = TemplateSpec("empty", empty_thought="", tool_list_format="default")
 RECORDED = "burnish_template"
 """Key of ``tokenizer_config.json`` that records the template a model was trained with."""
 _RECORDED_OPTIONS = ("template", "default_system", "tool_format", "enable_thinking")
+_FORGETS = "removes_earlier_reasoning"
+"""Entry of the record: training removed the reasoning of all responses but the last one."""
 
 
 @dataclass
@@ -154,6 +156,8 @@ def configure_tokenizer(template: Template, tokenizer: Any) -> list[str]:
     recorded = {name: getattr(template.options, name) for name in _RECORDED_OPTIONS}
     if template.spec is not None and recorded["template"] in (None, *table()):
         tokenizer.init_kwargs[RECORDED] = recorded
+        if template.forgets_thoughts:
+            recorded[_FORGETS] = True
     stop_words = list(template.spec.stop_words) if template.spec else []
     if template.spec and template.spec.replace_eos and tokenizer.eos_token != stop_words[0]:
         notes.append(
@@ -189,12 +193,22 @@ def recorded_options(recorded: Any, where: str) -> dict[str, Any]:
     """
     entry = {} if recorded is None else recorded
     is_named = isinstance(entry, dict) and entry.get("template") in (None, *table())
-    if not is_named or not entry.keys() <= {*_RECORDED_OPTIONS}:
+    if not is_named or not entry.keys() <= {*_RECORDED_OPTIONS, _FORGETS}:
         what = f'Expected "{RECORDED}" to contain a template\'s name and its options. Received: {entry!r:.200}.'
         raise UserError(what, where=where, remedy=f"Allowed: {', '.join(_RECORDED_OPTIONS)}. Remove other entries.")
+    entry = {name: value for name, value in entry.items() if name != _FORGETS}
     options, wrong = build(TemplateOptions, {name: RawValue(value, where) for name, value in entry.items()})
     raise_if(wrong)
     return {name: getattr(options, name) for name in entry}
+
+
+def load_template_of_model(
+    options: NamedTemplate, tokenizer: Any, cutoff_len: int | None = None, family: Family | None = None
+) -> Template:
+    """Load the template for prompts to a trained model (see ``load_template``). Prompts contain the reasoning of
+    earlier responses only if the rows of training did, unless ``preserve_thinking`` is set."""
+    template, recorded = load_template(options, tokenizer, cutoff_len, family), tokenizer.init_kwargs.get(RECORDED)
+    return template.answering_last() if isinstance(recorded, dict) and recorded.get(_FORGETS) is True else template
 
 
 def _named_spec(name: str | None) -> TemplateSpec | None:

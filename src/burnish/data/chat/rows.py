@@ -66,6 +66,11 @@ class TemplateFormat(Protocol):
         ...
 
     def read_special_tokens(self) -> None: ...
+    @property
+    def forgets_thoughts(self) -> bool:
+        """Whether the reasoning of responses before the last one is removed."""
+        ...
+
     def answering_last(self) -> TemplateFormat:
         """Return the format for training on the last response only, where earlier reasoning may be removed."""
         ...
@@ -157,11 +162,17 @@ class Template(ConversationEncoder):
         return self.form.jinja()
 
     @property
+    def forgets_thoughts(self) -> bool:
+        """Whether the reasoning of responses before the last one is removed."""
+        return self.spec is not None and self.spec.reasoning and self.form.forgets_thoughts
+
+    @property
     def fingerprint(self) -> str:
         """A hash that changes if the rows of the same examples could change."""
         options = {name: getattr(self.options, name) for name in OPTIONS_OF_ROWS}
         known = [self.form.identity(), self.form.encoder.identity, options, self.cutoff_len]
-        return _hash_identity(known if self.form.family is None else [*known, self.form.family.identity])
+        known += [] if self.form.family is None else [self.form.family.identity]
+        return _hash_identity([*known, "without earlier reasoning"] if self.forgets_thoughts else known)
 
     @property
     def form_fingerprint(self) -> str:
