@@ -71,6 +71,20 @@ def test_records_are_answered_in_dataset_order(tmp_path):
     assert {"predict_exact_match", "predict_runtime", "predict_samples_per_second"} <= written.keys()
 
 
+def test_each_evaluation_set_has_its_own_file_whatever_its_name(tmp_path):
+    info = {}
+    for number, name in enumerate(("a/b", "a_b", "a%2Fb")):
+        records = [{"instruction": "Repeat: red", "output": f"red {number}"}]
+        (tmp_path / f"{number}.json").write_text(json.dumps(records))
+        info[name] = {"file_name": f"{number}.json"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    sets = {"dataset": None, "dataset_dir": str(tmp_path), "eval_dataset": ",".join(info), "val_size": 0}
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True, eval_on_each_dataset=True, **sets)
+    predict_all(run, prepared, made)
+    found = [f"generated_predictions_{name}.jsonl" for name in ("a%2Fb", "a_b", "a%252Fb")]
+    assert [lines(tmp_path / "out" / file)[0]["label"] for file in found] == ["red 0", "red 1", "red 2"]
+
+
 def test_several_responses_are_sampled_with_their_log_probabilities(tmp_path):
     drawn = {"predict_with_generate": True, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     made, prepared, run = run_of(tmp_path / "one", **drawn)

@@ -130,6 +130,15 @@ def test_nothing_is_overwritten(workspace: Path, capsys: pytest.CaptureFixture) 
     assert [{**line, "second": 0} for line in lines("out/scores_scores_talks.jsonl")] == [{**before[0], "second": 0}]
 
 
+def test_sets_with_similar_names_have_separate_files(workspace: Path) -> None:
+    write_lines("talks.jsonl", [{"messages": TALK}])
+    info = {name: {"file_name": "talks.jsonl", "formatting": "openai"} for name in ("a/b", "a_b")}
+    Path("dataset_info.json").write_text(json.dumps(info))
+    argv = ["score", str(workspace / "adapter"), "dataset_dir=.", "dataset=a/b,a_b", "save_dir=out"]
+    assert main(argv) == 0
+    assert sorted(path.name for path in Path("out").iterdir()) == ["scores_a%2Fb.jsonl", "scores_a_b.jsonl"]
+
+
 def test_interrupted_command_leaves_no_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt

@@ -262,6 +262,11 @@ def absolute_if_local(model: str | None) -> str | None:
     return str(Path(model).resolve()) if model and Path(model).is_dir() else model or None
 
 
+def as_file_name(name: str) -> str:
+    """Return the name of a dataset as a part of a file name. Different names stay different: ``a/b`` is ``a%2Fb``."""
+    return name.replace("%", "%25").replace("/", "%2F")
+
+
 def temporary_path(path: Path) -> Path:
     """A name in the same folder for the content of ``path`` until it is complete. No other process or thread of this
     machine uses it."""

@@ -35,7 +35,7 @@ from burnish.data.sets.examples import content_hash
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example, Row
 from burnish.utils.collection import without_garbage_collection
-from burnish.utils.files import cache_home, check_folder_below_roots, open_lock, report_full_disk
+from burnish.utils.files import as_file_name, cache_home, check_folder_below_roots, open_lock, report_full_disk
 from burnish.utils.work import progress
 
 Encode: TypeAlias = "Callable[[Sequence[Any], DataStats], Sequence[Row | None]]"
@@ -128,7 +128,7 @@ def _folder(options: DataOptions, name: str, made_from: Mapping[str, Any], place
             what, remedy="Set it to a new folder, where the tokenized dataset is saved.", option="tokenized_path"
         )
     check_folder_below_roots(root)
-    return root / name.replace("%", "%25").replace("/", "%2F")
+    return root / as_file_name(name)
 
 
 def _is_stale(folder: Path, options: DataOptions) -> bool:

@@ -16,13 +16,14 @@ from burnish.loop.loop import Loop
 from burnish.report.console import note
 from burnish.report.pace import format_count
 from burnish.report.results import write_text_atomically
+from burnish.utils.files import as_file_name
 
 ANSWERS_NAME = "generated_predictions"
 
 
 def stem_of(name: str) -> str:
     """File name without suffix for the evaluation set ``name``; "" is the only one."""
-    return f"{ANSWERS_NAME}_{name}" if name else ANSWERS_NAME
+    return f"{ANSWERS_NAME}_{as_file_name(name)}" if name else ANSWERS_NAME
 
 
 def write_answers(

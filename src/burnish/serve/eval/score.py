@@ -39,7 +39,7 @@ from burnish.run.plan.files import ANY_RECORDS
 from burnish.run.plan.plan import locate_problems
 from burnish.serve.command_line import Serving, paths_of, serving_of
 from burnish.serve.eval.dataset import FREE_SOME_SPACE, default_results_folder, separate_output_dir
-from burnish.utils.files import problems_of_folder, report_full_disk
+from burnish.utils.files import as_file_name, problems_of_folder, report_full_disk
 from burnish.utils.work import progress
 
 _FOLDER = "scores"
@@ -87,7 +87,7 @@ def score_sets(argv: Sequence[str]) -> int:
     with locate_problems(serving.provenance):
         stats = DataStats()
         sets = _load_sets(serving, stats)
-        files = {name: folder / f"{_FOLDER}_{name.replace('/', '_')}.jsonl" for name in sets}
+        files = {name: folder / f"{_FOLDER}_{as_file_name(name)}.jsonl" for name in sets}
         raise_if(_collisions(sets, files, options, serving))
         loaded = load_for_inference(serving.options, serving.name, note, may_score=True, explicit=serving.provenance)
         scored = {files[name]: _encode(examples, loaded, serving.options, stats) for name, examples in sets.items()}
