@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -119,6 +120,45 @@ def test_earlier_lines_of_a_log_are_loaded_at_its_beginning(visitor, server, fir
     visitor.locator("#log-text", has_text="a new line").wait_for()
     lines = visitor.evaluate("document.querySelector('#log-text').textContent").splitlines()
     assert [line.split()[1] for line in lines[:-1]] == [str(n) for n in range(9000)]
+
+
+def test_lines_of_a_log_are_searched(visitor, server, first) -> None:
+    log = first / "console.log"
+    log.write_text("".join(f"{'Warning' if n % 1000 == 1 else 'line'} {n} {'x' * 60}\n" for n in range(30_000)))
+    visitor.reload()
+    visitor.locator("#log-text", has_text="line 29999").wait_for()
+    visitor.get_by_role("searchbox", name="Search").fill("warning")
+    visitor.locator("#log-text", has_text="Warning 1 ").wait_for()
+    shown = "document.querySelector('#log-text').textContent.trim().split('\\n').map((line) => line.split(' ')[1])"
+    assert visitor.evaluate(shown) == [str(n) for n in range(1, 30_000, 1000)]
+    with log.open("a") as file:
+        file.write("a line\na warning\n")
+    visitor.locator("#log-text", has_text="a warning").wait_for()
+    assert "a line" not in visitor.inner_text("#log-text")
+    visitor.get_by_role("searchbox", name="Search").fill("no such text")
+    visitor.locator("#log-text", has_text="Nothing found.").wait_for()
+    visitor.get_by_role("searchbox", name="Search").fill("")
+    visitor.locator("#log-text", has_text="a line").wait_for()
+
+
+def test_values_that_are_not_finite_are_marked_on_the_axis(visitor, server, first) -> None:
+    rows = [json.loads(line) for line in (first / "trainer_log.jsonl").read_text().splitlines()]
+    reddish = """(canvas) => {
+        const {width, height} = canvas, pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+        let inked = 0;
+        for (let y = Math.floor(height * 0.75); y < height * 0.93; y += 1)
+            for (let x = Math.floor(width * 0.1); x < width; x += 1)
+                inked += pixels[4 * (y * width + x) + 3] > 200;
+        return inked;
+    }"""
+    found = []
+    for value in (1.0, math.nan):
+        rows = [{**row, "loss": value} if "loss" in row else row for row in rows]
+        (first / "trainer_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        visitor.reload()
+        visitor.locator(".chart canvas").first.wait_for()
+        found.append(visitor.locator(".chart canvas").first.evaluate(reddish))
+    assert found[1] > found[0]
 
 
 def test_run_of_one_row_has_a_point_in_each_chart(visitor, server, first) -> None:

@@ -463,6 +463,26 @@ def test_log_is_read_back_to_its_beginning_in_whole_lines(page, root) -> None:
     assert "".join(part["text"] for part in parts) == whole
 
 
+def test_log_is_searched_backwards(page, root) -> None:
+    run, log = page.id_of("first"), root / "saves/first/console.log"
+    log.write_text(
+        "".join(f"{'Warning' if n % 1000 == 1 else 'line'} {n} {'é' * 90}\n" for n in range(30_000)) + "warn"
+    )
+    lines, end = [], None
+    while end != 0:
+        part = page.get(f"/api/runs/{run}/log?find=wARn" + (f"&before={end}" if end else ""))
+        lines, end = [*part["text"].splitlines(), *lines], part["from"]
+    assert [line.split()[1:2] for line in lines] == [*([str(n)] for n in range(1, 30_000, 1000)), []]
+    assert page.get(f"/api/runs/{run}/log?find=missing&before=9999") == {"from": 0, "to": 9999, "text": ""}
+
+
+def test_search_of_a_log_finds_no_secret(page, root) -> None:
+    run, secret = page.id_of("first"), "hf_" + "aB3" * 12
+    (root / "saves/first/console.log").write_text(f"before\ntoken {secret}\n")
+    assert page.get(f"/api/runs/{run}/log?find=token")["text"].startswith("token ")
+    assert page.get(f"/api/runs/{run}/log?find={secret[:9]}")["text"] == ""
+
+
 # --- rejected requests ------------------------------------------------------------------------------------------------
 
 HOSTILE = [

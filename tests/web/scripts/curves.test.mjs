@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { WHOLE, csv, concatenated, definedPoints, rangeOf, tokenRates, smoothed, xValues } = await import(
+const { WHOLE, csv, concatenated, definedPoints, nonFinitePlaces, rangeOf, tokenRates, smoothed, xValues } = await import(
   at("curves.js")
 );
 
@@ -17,6 +17,9 @@ test("a falling curve fills its axis, and a quantity that begins at zero shows i
   assert.equal(rangeOf([700, 720], { zero: true })[0], 0);
   assert.deepEqual(rangeOf([null]), [0, 1]);
   assert.equal(rangeOf([0, 0], { zero: true })[0], 0);
+});
+test("the places of values that are NaN or infinite are known", () => {
+  assert.deepEqual(nonFinitePlaces([10, 20, 30, 40], [1.5, "NaN", null, "Infinity"]), [20, 40]);
 });
 test("an axis of steps is labelled at whole steps", () => {
   assert.deepEqual(WHOLE.slice(0, 6), [1, 2, 5, 10, 20, 50]);

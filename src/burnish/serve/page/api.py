@@ -32,6 +32,7 @@ from burnish.serve.page.routes.shelf import Shelf
 from burnish.serve.page.runs.completions import completions
 from burnish.serve.page.runs.files import checkpoints, run_yaml_text, tail_lines
 from burnish.serve.page.runs.follow import (
+    LOG_BYTES,
     MOST_RUNS,
     FilePosition,
     console_of,
@@ -39,6 +40,7 @@ from burnish.serve.page.runs.follow import (
     end_of,
     line_start,
     log_text,
+    matching_lines,
     new_events,
     read_cursor,
 )
@@ -53,7 +55,8 @@ from burnish.serve.page.site import Answer, Site
 _LOOKS_EVERY_S, _LISTS_EVERY_S = 0.25, 2.0
 _DOWNLOAD_SUFFIXES = (".png", ".yaml", ".jsonl", ".json", ".log")
 _EXCLUDED_DOWNLOADS = ("tokenizer", "config.json", "adapter_config", "generation_config")
-_LOG_BYTES = 256 * 1024
+_MOST_WANTED = 200
+"""Maximum length of the text of a search, in characters."""
 MOST_STREAMS = 50
 
 
@@ -155,14 +158,17 @@ class Api:
         return ShownJson({"cursor": cursor, "rows": len(columns["step"]), "columns": few, "warnings": found})
 
     async def log(self, request: Request) -> Response:
-        """The end of the run's console output; ``before`` pages back."""
+        """The end of the run's console output; ``before`` pages back. With ``find``, only the lines that contain it."""
         run = await self.site.run(request.path_params["id"])
         path = console_of(run.folder)
         if not path.is_file():
             return ShownJson({"from": 0, "to": 0, "text": ""})
         end = path.stat().st_size
         end = min(end, whole_number(request.query_params.get("before"), "before", end))
-        begin = await asyncio.to_thread(line_start, path, max(0, end - _LOG_BYTES), end)
+        if wanted := request.query_params.get("find", "")[:_MOST_WANTED]:
+            text, begin = await asyncio.to_thread(matching_lines, path, end, wanted)
+            return ShownJson({"from": begin, "to": end, "text": text})
+        begin = await asyncio.to_thread(line_start, path, max(0, end - LOG_BYTES), end)
         text, behind = await asyncio.to_thread(log_text, path, begin, end)
         return ShownJson({"from": begin, "to": behind, "text": text})
 

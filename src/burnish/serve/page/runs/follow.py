@@ -29,6 +29,7 @@ CONSOLE = "console.log"
 MOST_RUNS = 100
 """Maximum number of runs in a cursor."""
 MOST_ROWS_BYTES, MOST_LOG_BYTES, _LOOK_BACK_BYTES = 512 * 1024, 16 * 1024, 512
+LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES = 256 * 1024, 4 * 2**20, 200
 _CURSOR_PART = re.compile(r"([0-9a-f]{12}):(\d{1,15}):(\d{1,15}):(\d{1,15}):([0-9a-f]{0,8})")
 
 
@@ -109,6 +110,28 @@ def _console(id: str, folder: Path, place: FilePosition) -> Iterator[tuple[str, 
         {"run": id, "from": begin + skipped, "to": end, "text": text, "skipped": skipped},
         replace(place, console=end),
     )
+
+
+def matching_lines(path: Path, end: int, wanted: str) -> tuple[str, int]:
+    """Search a log backwards for lines that contain a text, without regard to case.
+
+    Only the text that is shown is searched, so a search finds no secrets.
+
+    Args:
+        path: the log.
+        end: offset at which the search begins.
+        wanted: the text.
+    Returns:
+        The last lines that contain it, in order, and the offset before which the log was not searched. It is 0 at the
+        beginning of the log; otherwise there may be more lines.
+    """
+    wanted, found, begin = wanted.casefold(), list[str](), end
+    while begin > 0 and end - begin < _SEARCH_BYTES and len(found) < _MOST_MATCHES:
+        start = line_start(path, max(0, begin - LOG_BYTES), begin)
+        text, _ = log_text(path, start, begin)
+        found = [line for line in text.split("\n") if wanted in line.casefold()] + found
+        begin = start
+    return "".join(f"{line}\n" for line in found), begin
 
 
 def line_start(path: Path, begin: int, end: int) -> int:

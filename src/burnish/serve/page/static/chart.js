@@ -1,6 +1,6 @@
 // @ts-check
 // Charts based on the bundled uPlot: shared cursor and zoom, values at the cursor, PNG and CSV export in a menu.
-import { WHOLE, csv, countNonFinite, rangeOf } from "./curves.js";
+import { WHOLE, csv, countNonFinite, nonFinitePlaces, rangeOf } from "./curves.js";
 import { $, download, el, menu } from "./dom.js";
 import { axisLabels, bytes, duration, short } from "./format.js";
 import { COLORS, linesOfCurve, valueNear, themeColor } from "./lines.js";
@@ -46,6 +46,7 @@ export class Chart {
     siblings.set(options.sync, (siblings.get(options.sync) ?? new Set()).add(this));
     /** @type {any} */ this.plot = null;
     /** @type {any[]} */ this.lines = [];
+    /** @type {{at: any[], stroke: string}[]} */ this.marks = [];
   }
   remove() {
     siblings.get(this.options.sync)?.delete(this);
@@ -73,6 +74,9 @@ export class Chart {
       zoomed = this.isZoomed && xScale ? [xScale.min, xScale.max] : null;
     this.lines = lines;
     this.missing = curves.reduce((sum, curve) => sum + countNonFinite(curve.y), 0);
+    this.marks = lines
+      .filter((line) => line.label)
+      .map((line) => ({ at: nonFinitePlaces(line.x, line.given), ...line }));
     const { left = -10, top = -10 } = this.plot?.cursor ?? {};
     this.plot?.destroy();
     const ink = themeColor("muted"),
@@ -128,7 +132,11 @@ export class Chart {
             spanGaps: true,
           })),
         ],
-        hooks: { setCursor: [() => this.read()], setSelect: [(/** @type {any} */ plot) => this.chosen(plot)] },
+        hooks: {
+          draw: [(/** @type {any} */ plot) => this.markNonFinite(plot)],
+          setCursor: [() => this.read()],
+          setSelect: [(/** @type {any} */ plot) => this.chosen(plot)],
+        },
       },
       data,
       this.place,
@@ -137,6 +145,25 @@ export class Chart {
     if (zoomed) this.plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
     if (left >= 0) this.plot.setCursor({ left, top });
     this.read();
+  }
+  /** Draw a cross on the x axis for each NaN or infinite value. @param {any} plot */
+  markNonFinite({ ctx, bbox, valToPos }) {
+    const size = 4 * devicePixelRatio,
+      y = bbox.top + bbox.height - 1.5 * size;
+    ctx.save();
+    ctx.lineWidth = size / 2.5;
+    for (const { at, stroke } of this.marks)
+      for (const x of new Set(at.map((one) => Math.round(valToPos(one, "x", true))))) {
+        if (x < bbox.left || x > bbox.left + bbox.width) continue;
+        ctx.strokeStyle = stroke;
+        ctx.beginPath();
+        for (const way of [-size, size]) {
+          ctx.moveTo(x - size, y - way);
+          ctx.lineTo(x + size, y + way);
+        }
+        ctx.stroke();
+      }
+    ctx.restore();
   }
   /** @param {any} plot */
   chosen(plot) {

@@ -9,6 +9,8 @@ export const numbers = (values) => values.map((value) => (typeof value === "numb
 export const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 /** Number of NaN or infinite values, which JSON transmits as strings. @param {any[]} values */
 export const countNonFinite = (values) => values.filter((value) => typeof value === "string").length;
+/** Places on the x axis of NaN and infinite values. @param {any[]} x @param {any[]} values */
+export const nonFinitePlaces = (x, values) => x.filter((_, place) => typeof values[place] === "string");
 
 /**
  * Exponential moving average with bias correction (Kingma & Ba 2015, section 3).

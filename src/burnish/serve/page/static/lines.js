@@ -37,7 +37,7 @@ export function linesOfCurve(curve, color) {
   const stroke = themeColor(`c${color % COLORS}`),
     dash = DASHES[(curve.color ?? 0) % DASHES.length],
     none = { show: false };
-  const raw = { ...curve, color, y: numbers(curve.y), stroke, width: 1.75, dash, dots: none };
+  const raw = { ...curve, color, given: curve.y, y: numbers(curve.y), stroke, width: 1.75, dash, dots: none };
   if (curve.points) return [{ ...raw, width: 0, dots: { show: true, size: 8, fill: stroke } }];
   if (curve.smoothing && curve.y.length > 2)
     return [

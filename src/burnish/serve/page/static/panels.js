@@ -108,6 +108,13 @@ export async function fillPredictions(id) {
   if (place) await (await import("./predictions.js")).showPredictions(place, id);
 }
 
+/** @param {string} text @param {string} wanted */
+const linesWith = (text, wanted) =>
+  text
+    .split("\n")
+    .filter((line) => line.toLowerCase().includes(wanted.toLowerCase()))
+    .map((line) => `${line}\n`)
+    .join("");
 const MOST_LOG = 2 ** 21; // characters
 /** The log of a run; scrolls with new lines while the user is at its end, and loads earlier ones at its beginning. */
 export class LiveLog {
@@ -118,6 +125,7 @@ export class LiveLog {
     this.text = "";
     this.begin = 0; // offsets in the file, of the text and after it
     this.end = -1;
+    this.find = ""; // only lines that contain it are shown
     /** @type {Promise<void> | null} */
     this.filling = null;
     place.addEventListener("scroll", () => {
@@ -132,11 +140,25 @@ export class LiveLog {
     return this.filling;
   }
   async load() {
-    const { text, from, to } = await get(`api/runs/${this.id}/log`);
+    const { text, from, to } = await get(this.address());
     this.text = text;
     this.begin = from;
     this.end = to;
     this.show();
+    while (this.find && this.begin > 0 && this.place.scrollHeight <= this.place.clientHeight) await this.loadEarlier();
+  }
+  /** Return the address of a part of the log. @param {number} [before] offset of its end */
+  address(before) {
+    const query = [before !== undefined && `before=${before}`, this.find && `find=${encodeURIComponent(this.find)}`];
+    return `api/runs/${this.id}/log?${query.filter(Boolean).join("&")}`;
+  }
+  /** Show only lines that contain a text; all lines if it is empty. @param {string} text */
+  async search(text) {
+    await this.filling;
+    if (text === this.find) return;
+    this.find = text;
+    await this.fill();
+    this.place.scrollTop = this.place.scrollHeight;
   }
   /** Load lines before those that are shown, which stay in their place. */
   fillEarlier() {
@@ -146,7 +168,7 @@ export class LiveLog {
     return this.filling;
   }
   async loadEarlier() {
-    const { text, from, to } = await get(`api/runs/${this.id}/log?before=${this.begin}`);
+    const { text, from, to } = await get(this.address(this.begin));
     if (to !== this.begin) return this.load(); // the file is another one
     const { scrollHeight, scrollTop } = this.place;
     this.text = text + this.text;
@@ -159,16 +181,31 @@ export class LiveLog {
     await this.filling;
     if (to <= this.end) return;
     if (from !== this.end || this.text.length > MOST_LOG) return this.fill();
-    this.text += text;
+    this.text += this.find ? linesWith(text, this.find) : text;
     this.end = to;
     this.show();
   }
   show() {
     const place = this.place,
       isNew = !$("#log-text", place);
-    if (isNew) place.replaceChildren(el("pre", { id: "log-text", tabindex: 0 }));
+    if (isNew) place.replaceChildren(this.searchField(), el("pre", { id: "log-text", tabindex: 0 }));
     const follows = isNew || place.scrollHeight - place.scrollTop - place.clientHeight < 40;
-    setText($("#log-text", place), plain(this.text) || t("nothing_yet"));
+    setText($("#log-text", place), plain(this.text) || t(this.find ? "nothing_found" : "nothing_yet"));
     if (follows) place.scrollTop = place.scrollHeight;
+  }
+  searchField() {
+    /** @type {any} */ let timer;
+    const start = () => void this.search(field.value.trim()).catch(() => {});
+    const field = el("input", {
+      type: "search",
+      id: "log-search",
+      placeholder: t("search"),
+      "aria-label": t("search"),
+    });
+    field.addEventListener("input", () => {
+      clearTimeout(timer);
+      timer = setTimeout(start, 300);
+    });
+    return field;
   }
 }
