@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -71,6 +73,18 @@ def answers(page: Any, root: Path, values: dict[str, Any]) -> dict[str, tuple[in
 def risky_value(name: str) -> Any:
     kind = str(OPTIONS[name].type)
     return True if kind == "<class 'bool'>" else ["somebody/elses"] if kind.startswith("list") else "somebody/elses"
+
+
+def test_started_commands_are_listed_in_the_settings(page, root, started_commands) -> None:
+    _, _, text = page.send("GET", "/settings")
+    assert 'id="commands"' not in text
+    for folder in ("saves/one", "saves/two & three"):
+        page.send("POST", "/api/runs", {"values": {**USUAL, "output_dir": folder}})
+    _, _, text = page.send("GET", "/settings")
+    listed = re.findall(r'<small data-time="[0-9.]+"></small> <code>(.*?)</code>', text)
+    assert [html.unescape(one) for one in listed] == [
+        f"burnish train '{root}/saves/two & three/run.yaml'", f"burnish train {root}/saves/one/run.yaml",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(RISKY))

@@ -185,6 +185,7 @@ class Pages:
         return self._page(
             "settings", request, roots=[str(root) for root in site.places.roots], version=__version__,
             home=str(site.home.folder), allow=sorted(site.starter.allow),
+            commands=site.starter.started_commands()[::-1],
         )  # fmt: skip
 
     async def healthz(self, request: Request) -> Response:

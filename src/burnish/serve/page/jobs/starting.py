@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shlex
 import signal
 import subprocess
 import time
@@ -41,6 +42,8 @@ from burnish.serve.page.runs.runs import FoundRun, is_alive
 from burnish.serve.run_folder import absolute_data_options
 
 QUEUE = "queue.json"
+_COMMANDS, _MOST_COMMANDS = "commands.json", 100
+"""File of the state folder with the started commands, and their maximum number."""
 
 
 class Starter:
@@ -173,7 +176,7 @@ class Starter:
         chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
         argv = ["train", str(folder / file)]
         child = start_burnish(argv, start, folder / CONSOLE, self._environment() | chosen)
-        self._children.append(child)
+        self._record(child, argv)
         (folder / OUTCOME).unlink(missing_ok=True)  # not earlier: a run that cannot be started keeps it
         launch = launch_record(
             [], child.pid, ["burnish", *argv], before if before.get("state") in FINAL_STATES else None
@@ -200,8 +203,20 @@ class Starter:
         environment = environment_of_child(() if reads_all else self.places.roots)
         with self.home.writing():
             child = start_burnish(argv, folder or self.places.first, output, environment)
-        self._children.append(child)
+        self._record(child, argv)
         return child
+
+    def _record(self, child: subprocess.Popen[bytes], argv: list[str]) -> None:
+        """Keep a started process and its command. A full disk does not prevent the start."""
+        self._children.append(child)
+        started = {"time": time.time(), "command": shlex.join(["burnish", *argv])}
+        with suppress(APIError):
+            self.home.write(_COMMANDS, json.dumps([*self.started_commands(), started][-_MOST_COMMANDS:]))
+
+    def started_commands(self) -> list[dict[str, Any]]:
+        """Return the ``time`` (seconds since the epoch) and the ``command`` of the latest starts, the newest last."""
+        found, kinds = self.home.read(_COMMANDS), {"time": int | float, "command": str}
+        return [one for one in found if _has_fields(one, kinds)] if isinstance(found, list) else []
 
     def _environment(self) -> dict[str, str]:
         return environment_of_child(self.places.roots)
@@ -230,8 +245,8 @@ class Starter:
     # --- the queue ----------------------------------------------------------------------------------------------------
 
     def queued_jobs(self) -> list[dict[str, Any]]:
-        found = self.home.read(QUEUE)
-        return [one for one in found if _is_queued_run(one)] if isinstance(found, list) else []
+        found, kinds = self.home.read(QUEUE), {"number": int, "values": dict, "folder": str}
+        return [one for one in found if _has_fields(one, kinds)] if isinstance(found, list) else []
 
     async def enqueue(self, values: Mapping[str, Any], folder_choice: str, devices: list[int] | None) -> int:
         """Start a run when all runs of this server have ended. Returns its number, which no other run has had.
@@ -294,6 +309,6 @@ class Starter:
             raise
 
 
-def _is_queued_run(one: Any) -> bool:
-    kinds = {"number": int, "values": dict, "folder": str}
+def _has_fields(one: Any, kinds: Mapping[str, Any]) -> bool:
+    """Return whether an entry of a file, which may have been edited, has fields of these types."""
     return isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())

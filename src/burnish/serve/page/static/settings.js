@@ -1,11 +1,12 @@
 // @ts-check
-// Sign-out and trash.
-import { $, askToConfirm, el } from "./dom.js";
-import { bytes, visible } from "./format.js";
+// Sign-out, trash, and the times of started commands.
+import { $, $$, askToConfirm, el } from "./dom.js";
+import { bytes, clock, visible } from "./format.js";
 import { get, send } from "./net.js";
-import { ready, t } from "./words.js";
+import { language, ready, t } from "./words.js";
 
 await ready;
+for (const node of $$("#commands [data-time]")) node.textContent = clock(Number(node.dataset.time), language);
 $("#sign-out")?.addEventListener("click", async () => {
   await send("POST", "sign-out", {});
   location.href = "sign-in";
