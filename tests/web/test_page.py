@@ -797,7 +797,8 @@ def test_page_starts_without_model_libraries_and_stops_on_a_signal(tmp_path) -> 
     script = (
         "import sys, threading, os, signal\n"
         "def look():\n    sys.stdin.readline()\n"
-        "    print('LOADED', *({'torch', 'transformers'} & set(sys.modules)), flush=True)\n"
+        "    heavy = {'torch', 'transformers', 'huggingface_hub', 'pydantic'}\n"
+        "    print('LOADED', *(heavy & set(sys.modules)), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "threading.Thread(target=look, daemon=True).start()\n"
         "from burnish.cli import main\nsys.exit(main(['webui', 'web_port=0']))\n"

@@ -14,15 +14,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from huggingface_hub import CardData, ModelCard, ModelCardData
 from yaml import YAMLError
 
 import burnish
 from burnish.config.secrets import has_secret_name, without_secrets
 from burnish.report.results import write_text_atomically
+
+if TYPE_CHECKING:
+    from huggingface_hub import CardData, ModelCardData
 
 CARD_NAME = "README.md"
 
@@ -122,6 +124,8 @@ def card_text(facts: CardFacts, metadata: CardData | None = None) -> str:
 
 def hub_metadata(facts: CardFacts) -> ModelCardData:
     """Return the metadata that the Hub reads."""
+    from huggingface_hub import ModelCardData
+
     base = hub_name_of(facts.base_model)
     task = "image-text-to-text" if facts.loader == _VISION_LOADER else "text-generation"
     return ModelCardData(
@@ -149,6 +153,8 @@ def hub_name_of(base: str) -> str | None:
     """Return the hub id of a base model. For a local folder, it is the base model named in its card, if any."""
     if is_hub_name(base):
         return base
+    from huggingface_hub import ModelCard
+
     card = Path(base).expanduser() / CARD_NAME
     try:
         named = ModelCard.load(card).data.base_model if base and card.is_file() else None

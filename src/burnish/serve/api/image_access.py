@@ -15,12 +15,15 @@ import stat
 from base64 import b64encode
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from burnish.serve.api.messages import ChatMessage, TextPart
-from burnish.serve.api.requests import ChatRequest
 from burnish.serve.http.errors import APIError
 from burnish.serve.http.fetching import NotFetchedError, fetch
+
+if TYPE_CHECKING:
+    from burnish.serve.api.messages import ChatMessage, TextPart
+    from burnish.serve.api.requests import ChatRequest
 
 FETCH_TIMEOUT_S = 10.0
 URLS_DISABLED = "is a URL, and this server does not fetch URLs. Send a data URI. (See the option allow_image_urls.)"
