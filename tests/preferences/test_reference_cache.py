@@ -7,8 +7,8 @@ import torch
 from script_runs import losses as script_losses
 from script_runs import make
 
-from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.run import reference_cache
+from burnish.run.reference_cache import RowsWithReference
 from pair_runs import losses, make_pair_workspace, pairs
 from representative import representative_slow
 from small_run import make_model

@@ -1,4 +1,7 @@
-"""Disk cache of reference log-probabilities, so that a second run need not compute them again.
+"""Log-probabilities of the reference model, computed once before the first step, and their cache on disk.
+
+The reference is a second model, the model without its adapter, or the policy before training, which then needs no copy.
+Each row is evaluated once without gradients; training steps need no reference model.
 
 The cache key is a hash of everything they depend on: every token of the batches, weights and config of the reference,
 dtype and device, patches to the model's code, and versions. They are computed again if any of these has changed, or if
@@ -8,9 +11,11 @@ the cached file is damaged. An entry is a folder of rows (``data/rows/store.py``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +25,73 @@ from torch import Tensor, nn
 import burnish
 from burnish.config.errors import NotSavedError, UserError
 from burnish.data.rows.encode import atomic_replace, create_row_folder, folder_lock
-from burnish.data.rows.reference_logps import RowsWithReference
+from burnish.data.rows.row_set import RowSet, RowsOver
 from burnish.data.rows.store import RowWriter, open_rows
 from burnish.kernels.probe import unwrap_peft
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.reference import DisabledAdapter
+from burnish.losses.responses import AnswersObjective
 from burnish.utils.files import cache_home
 from burnish.utils.patching import patch_summary
+from burnish.utils.work import progress
+
+
+class RowsWithReference(RowsOver):
+    """Rows with one reference value per completion, after ``fill`` or ``restore``.
+
+    Args:
+        rows: encoded rows; None for an example without a row.
+    """
+
+    def __init__(self, rows: RowSet[Any]) -> None:
+        super().__init__(rows)
+        self.columns: dict[str, array[float]] = {}
+
+    def item(self, index: int) -> Row | None:
+        row = self.rows[index]
+        completed: Any = None if row is None else {**row, **self.numbers(index)}
+        return completed  # type: ignore[no-any-return]
+
+    def numbers(self, index: int) -> dict[str, float]:
+        """Return column name -> the row's reference value; NaN for rows that were not evaluated."""
+        return {name: of[index] for name, of in self.columns.items()}
+
+    def restore(self, numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the ``numbers`` of all rows from a saved list."""
+        for name in numbers[0] if numbers else ():
+            self.columns[name] = array("d", [one[name] for one in numbers])
+
+    def batches(self, objective: AnswersObjective, size: int) -> Iterator[Batch]:
+        """Yield every batch that ``fill`` evaluates, on the CPU."""
+        for part in self._parts(size):
+            if rows := [row for row in self.rows.__getitems__(part) if row is not None]:
+                yield objective.collate(rows)
+
+    def _parts(self, size: int) -> list[range]:
+        return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
+    def fill(self, objective: AnswersObjective, module: nn.Module, parallel: Parallel, size: int) -> None:
+        """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
+        parts = self._parts(size)
+        mine, found = parts[parallel.rank :: parallel.world_size], []
+        with progress("Reference", len(self)) as advance:
+            for at in range(-(-len(parts) // parallel.world_size)):
+                part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
+                rows = {n: row for n, row in zip(part, self.rows.__getitems__(part), strict=True) if row is not None}
+                columns = objective.reference_columns(module, list(rows.values()), parallel) if rows else {}
+                found += [(list(rows), columns)] if at < len(mine) and rows else []
+                advance(len(part) * parallel.world_size)
+        for there, columns in chain.from_iterable(parallel.gather_objects(found)):
+            for name, values in columns.items():
+                column = self.columns.setdefault(name, array("d", [float("nan")] * len(self)))
+                for number, value in zip(there, values, strict=True):
+                    column[number] = value
 
 
 def fill(
     rows: RowsWithReference,
-    objective: Any,
+    objective: AnswersObjective,
     module: nn.Module,
     parallel: Parallel,
     size: int,
@@ -78,8 +137,11 @@ def _write_cache(rows: RowsWithReference, folder: Path) -> list[str]:
     return []
 
 
-def key_of(rows: RowsWithReference, objective: Any, module: nn.Module, parallel: Parallel, size: int) -> str:
+def key_of(
+    rows: RowsWithReference, objective: AnswersObjective, module: nn.Module, parallel: Parallel, size: int
+) -> str:
     """Return a hash of everything that the numbers depend on. It is the same on every rank and for any world size."""
+    assert objective.reference is not None
     hashed = blake2b(digest_size=16)
     is_base = isinstance(objective.reference, DisabledAdapter)
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad and is_base}

@@ -21,7 +21,6 @@ from burnish.adapters.lora import LoraAdapter, load_adapter
 from burnish.adapters.lora_model import merge_into_base
 from burnish.config.errors import UserError
 from burnish.data.rows.mismatched import RowsWithMismatched
-from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.kernels.probe import shares_prefixes, unwrap_peft
 from burnish.loop.loop import Loop
 from burnish.loop.protocols import Parallel
@@ -49,7 +48,7 @@ from burnish.run.plan.options import RunOptions
 from burnish.run.plan.other_models import other_vocabulary, reference_options
 from burnish.run.plan.resources import Sizes, load_dtype
 from burnish.run.prepare import Prepared
-from burnish.run.reference_cache import fill
+from burnish.run.reference_cache import RowsWithReference, fill
 from burnish.utils.patching import allows_patch
 
 

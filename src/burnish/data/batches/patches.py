@@ -5,26 +5,16 @@ In: rows, and the family of the model. Out: numbers, from the sizes of the image
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 from burnish.data.batches.batching import sequences_of
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
+from burnish.data.rows.row_set import RowSet
 from burnish.loop.types import Row
 
 
-class KnownRows(Protocol):
-    """A dataset of rows (``rows.row_set.RowSet``)."""
-
-    is_streamed: bool
-
-    @property
-    def has_images(self) -> bool: ...
-    def __iter__(self) -> Iterator[Row | None]: ...
-
-
-def patches_of_rows(rows: KnownRows, family: Family | None) -> list[int] | None:
+def patches_of_rows(rows: RowSet[Any], family: Family | None) -> list[int] | None:
     """Return the number of patches per row; None for text rows, and for rows that are not known in advance."""
     if family is None or rows.is_streamed or not rows.has_images:
         return None

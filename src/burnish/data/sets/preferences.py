@@ -207,13 +207,7 @@ def with_reference(example: Example) -> Example:
     if example.chosen is not None:
         return _with_one_response(example, example.chosen)
     example = replace(example, tag=None, other=None) if example.tag is not False else _without_response(example)
-    return example if example.text is not None or _has_response(example) else _without_response(example)
-
-
-def _has_response(example: Example) -> bool:
-    if example.completion is not None:
-        return bool(example.completion.strip())
-    return example.response is not None and bool(example.response.text.strip())
+    return example if has_reference(example) else _without_response(example)
 
 
 def _without_response(example: Example) -> Example:
@@ -227,7 +221,10 @@ def with_references(examples: Iterable[Example]) -> list[Example]:
 
 def has_reference(example: Example) -> bool:
     """Return whether an example has a response to compare with. Plain text counts as one."""
-    return example.text is not None or _has_response(example)
+    if example.text is not None:
+        return True
+    answer = example.response.text if example.completion is None and example.response else example.completion
+    return bool(answer and answer.strip())
 
 
 def with_other_answers(examples: Sequence[Example]) -> list[Example]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from burnish.adapters.peft import PeftAdapter, PeftOptions
 from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free, collate_prefix_sharing
-from burnish.data.rows.reference_logps import RowsWithReference
 from burnish.kernels.probe import Capabilities, unwrap_peft
 from burnish.loop.protocols import Objective, Parallel
 from burnish.loop.types import Batch, Row
@@ -40,7 +39,7 @@ from burnish.losses.responses import AnswersObjective
 from burnish.models.images.features import patch_vision_model
 from burnish.models.patches.capabilities import find_capabilities
 from burnish.models.patches.dropout import switch_off_dropout
-from burnish.run.reference_cache import fill
+from burnish.run.reference_cache import RowsWithReference, fill
 from burnish.trainer.arguments.trl import TrlArguments
 from burnish.trainer.data.in_step import equalize_batches
 from burnish.trainer.data.loaders import is_datasets_set
