@@ -231,7 +231,7 @@ def test_frozen_parts_without_effect_on_a_peft_config_are_reported():
 def test_oft_accepts_only_one_size_option():
     (problem,) = check_oft(Options(finetuning_type="oft", oft_rank=2))
     assert "oft_block_size" in problem.what
-    assert not check_oft(Options(finetuning_type="lora", oft_rank=2))
+    assert not list(check_oft(Options(finetuning_type="lora", oft_rank=2)))
 
 
 def test_reference_of_peft_model_is_its_base():

@@ -166,11 +166,11 @@ def test_misspelled_optimizer_suggests_installed_ones(folder: Path) -> None:
         make_plan(folder, optim="adalomo")
 
 
-def test_mistakes_of_three_kinds_are_reported_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(folder, learning_rat="1e-4", save_steps="0", model_name_or_path="nowhere/here/model")
+def test_mistakes_of_four_kinds_are_reported_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(folder, learning_rat="1e-4", save_steps="0", model_name_or_path="nowhere/here/model", dataset="absent")
     assert cli.main(["train", "run.yaml"]) == 2
     output = capsys.readouterr().err
-    for expected in ("learning_rat", "save_steps", "nowhere/here/model"):
+    for expected in ("learning_rat", "save_steps", "nowhere/here/model", '"absent"'):
         assert expected in output
     assert len(output.splitlines()) <= 12
 

@@ -225,6 +225,6 @@ def test_rows_are_not_truncated_if_packing_splits_them(options, default, expecte
 
 
 def test_contradictory_packing_options_are_named():
-    problems = check_batching(Options(ignore_pad_token_for_loss=False, neat_packing=True, packing=False))
+    problems = list(check_batching(Options(ignore_pad_token_for_loss=False, neat_packing=True, packing=False)))
     assert len(problems) == 2
-    assert not check_batching(Options())
+    assert not list(check_batching(Options()))

@@ -358,7 +358,7 @@ def test_insufficient_disk_space_is_rejected_with_both_sizes(make_plan: Any, mon
     config, steps = load_config(options), plan_steps(options, 90)
     sizes = resources.Sizes("LlamaForCausalLM", 20_000, 20_000, 20_000, saves_whole_model=True)
     formats = resources.formats_of(options, config, sizes)
-    assert not resources.check_disk(options, config, sizes, formats, steps)
+    assert not list(resources.check_disk(options, config, sizes, formats, steps))
     monkeypatch.setattr(resources, "free_disk", lambda folder: 60_000)
     (problem,) = resources.check_disk(options, config, sizes, formats, steps)
     assert "58.6 KiB free" in str(problem)

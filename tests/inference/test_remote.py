@@ -331,6 +331,6 @@ def test_options_that_the_engine_does_not_read_are_reported(settings: dict[str, 
 
 
 def test_engines_in_other_processes_are_recognized() -> None:
-    assert check_infer(InferOptions(infer_url="localhost:1"))
+    assert list(check_infer(InferOptions(infer_url="localhost:1")))
     assert is_remote(InferOptions(infer_url="http://x"))
     assert not is_remote(InferOptions(infer_backend="huggingface"))

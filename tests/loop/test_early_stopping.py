@@ -78,10 +78,10 @@ def test_unknown_metric_is_reported_with_available_ones():
 
 
 def test_missing_requirements_of_early_stopping_are_reported_before_the_run():
-    assert check_early_stopping(arguments()) == []
-    assert check_early_stopping(arguments(early_stopping_steps=None, eval_strategy="no")) == []
+    assert list(check_early_stopping(arguments())) == []
+    assert list(check_early_stopping(arguments(early_stopping_steps=None, eval_strategy="no"))) == []
     wrong = arguments(eval_strategy="no", metric_for_best_model=None, load_best_model_at_end=False)
-    assert len(check_early_stopping(wrong)) == 2
+    assert len(list(check_early_stopping(wrong))) == 2
     with pytest.raises(UserError):
         EarlyStoppingCallback().on_train_begin(wrong, TrainerState(), TrainerControl())
     assert EarlyStoppingOptions().early_stopping_steps is None

@@ -196,7 +196,7 @@ def test_tokenizer_larger_than_embedding_is_rejected_unless_resizable(tmp_path):
     assert "resize_vocab: true" in str(problem)
     with pytest.raises(UserError, match="64 tokens"):
         resize_embeddings(load_model(options(tmp_path)), tokenizer, options(tmp_path))
-    assert check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True)) == []
+    assert list(check_vocabulary(tokenizer, config, options(tmp_path, resize_vocab=True))) == []
 
 
 # --- parameter counts and context length ------------------------------------------------------------------------------
@@ -225,13 +225,13 @@ def test_rope_scaling_extends_context_to_longest_row(tmp_path):
 
 
 def test_row_beyond_context_length_is_rejected():
-    assert check_context(CONFIGS["llama"](), 64) == []
+    assert list(check_context(CONFIGS["llama"](), 64)) == []
     (problem,) = check_context(CONFIGS["gpt2"](), 20_000)
     assert "20,000 tokens, but the model's context length is 64" in str(problem)
     assert "rope_scaling" not in str(problem)  # GPT-2 has no rotary positions
     (problem,) = check_context(CONFIGS["llama"](), 65)
     assert "rope_scaling" in str(problem)
-    assert check_context(CONFIGS["bloom"](), 20_000) == []
+    assert list(check_context(CONFIGS["bloom"](), 20_000)) == []
 
 
 def _notes_of(cutoff_len, max_length):

@@ -268,7 +268,7 @@ def test_unsupported_quantized_training_is_rejected_with_remedy(monkeypatch, ove
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     (problem,) = check_quantization(options(quantization_bit=4, **overrides))
     assert message in str(problem)
-    assert not check_quantization(options(**overrides))
+    assert not list(check_quantization(options(**overrides)))
 
 
 def test_missing_quantization_library_is_reported_with_its_extra(monkeypatch):
@@ -284,9 +284,9 @@ def test_prequantized_files_are_not_requantized_or_fully_trained(monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: SimpleNamespace())
     config = SimpleNamespace(quantization_config={"quant_method": "awq"})
     assert quantization_method_of(config) == "awq"
-    assert not check_quantized_files(options(), config)
-    assert "quantization_bit" in str(check_quantized_files(options(quantization_bit=4), config)[0])
-    assert "finetuning_type: lora" in str(check_quantized_files(options(finetuning_type="full"), config)[0])
+    assert not list(check_quantized_files(options(), config))
+    assert "quantization_bit" in str(next(check_quantized_files(options(quantization_bit=4), config)))
+    assert "finetuning_type: lora" in str(next(check_quantized_files(options(finetuning_type="full"), config)))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -202,9 +202,9 @@ def test_blocks_are_numbered_layers_in_numeric_order():
 
 
 def test_unsupported_badam_options_are_rejected():
-    assert "finetuning_type" in str(check_badam(badam_options(finetuning_type="lora"))[0])
+    assert "finetuning_type" in str(next(check_badam(badam_options(finetuning_type="lora"))))
     assert "badam_switch_interval" in str(
-        check_badam(badam_options(finetuning_type="full", badam_switch_interval=0))[0]
+        next(check_badam(badam_options(finetuning_type="full", badam_switch_interval=0)))
     )
     with pytest.raises(UserError, match="must be below 3"):
         optimizer_of(Layered(), badam_start_block=3)

@@ -273,7 +273,7 @@ def test_two_optimizer_switches_are_rejected(first, second):
 def test_optimizer_switch_contradicts_another_optimizer_name(switch, check):
     (problem,) = check(options_for("adafactor", **{switch: True}))
     assert 'cannot be combined with "optim" adafactor' in problem.what
-    assert check(options_for("adamw_torch", **{switch: True})) == []
+    assert list(check(options_for("adamw_torch", **{switch: True}))) == []
 
 
 @pytest.mark.parametrize("name", sorted(refused._REFUSED))
@@ -444,7 +444,7 @@ def test_llamafactory_switches_use_llamafactory_defaults():
     assert apollo[1:] == (16, 200, 32.0, "std", "random", "channel", False)
     assert galore.targets == apollo.targets == ["all"]
     for optim in ("adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor"):
-        problems = low_rank.check_low_rank(options_for(optim, use_galore=True))
+        problems = list(low_rank.check_low_rank(options_for(optim, use_galore=True)))
         assert not any("works with optim" in problem.what for problem in problems), optim
 
 
@@ -457,7 +457,7 @@ def test_llamafactory_switches_use_llamafactory_defaults():
     ],
 )
 def test_contradictory_low_rank_options_are_rejected(options, message):
-    problems = low_rank.check_low_rank(options_for("adamw_torch", **options))
+    problems = list(low_rank.check_low_rank(options_for("adamw_torch", **options)))
     assert message in " ".join(str(problem) for problem in problems)
 
 

@@ -63,11 +63,11 @@ def test_model_uploads_of_trackers_are_reported_before_the_run(monkeypatch, trac
     """Their callbacks save with a Trainer of transformers, which these options are no arguments for."""
     monkeypatch.setattr("burnish.report.trackers._is_installed", lambda module: True)
     monkeypatch.setenv(variable, "false")
-    assert check_trackers(parsed(report_to=tracker)) == []
+    assert list(check_trackers(parsed(report_to=tracker))) == []
     monkeypatch.setenv(variable, value)
     (problem,) = check_trackers(parsed(report_to=tracker))
     assert f"{variable} is {value.lower()}" in problem.what
-    assert check_trackers(parsed(report_to="none")) == []
+    assert list(check_trackers(parsed(report_to="none"))) == []
 
 
 def test_all_tracker_problems_are_reported_together(monkeypatch):

@@ -424,7 +424,7 @@ def test_default_metrics_are_computed_as_far_as_their_libraries_are_installed(mo
     monkeypatch.setattr("burnish.run.response_metrics.find_spec", lambda name: None)
     options = RunOptions(predict_with_generate=True, do_predict=True)
     assert not check_metrics(options)
-    assert metric_notes(options)[0].startswith(
+    assert next(metric_notes(options)).startswith(
         "Metrics that require libraries that are not installed (nltk, jieba, rouge_chinese): bleu-4, rouge."
     )
     assert compute_metrics(["a", "b"], ["a", "c"], options) == {"exact_match": 0.5}
@@ -437,8 +437,8 @@ def test_unknown_metric_is_rejected_with_nearest_name(tmp_path):
 
 def test_generation_without_prompts_or_do_predict_is_reported():
     options = SimpleNamespace(predict_with_generate=True, stage="pt", do_predict=False, max_length=1024, samples=1)
-    assert "stage: pt" in check_stage(options)[0].what
-    assert "do_predict" in generation_notes(options)[0]
+    assert "stage: pt" in next(check_stage(options)).what
+    assert "do_predict" in next(generation_notes(options))
 
 
 def test_max_length_is_not_interpreted_as_cutoff_len():

@@ -247,8 +247,8 @@ def test_truncated_image_is_reported(workspace, tmp_path, capsys):
 def test_only_cross_attention_is_rejected_with_several_processes(family, options, splits, is_rejected):
     chosen = RunOptions(finetuning_type="full", **options)
     model = ADAPTERS["full"](chosen, []).attach(image_models().build(family)[0])
-    assert bool(check_processes(model, 2, splits)) is is_rejected
-    assert not check_processes(model, 1, splits)
+    assert bool(list(check_processes(model, 2, splits))) is is_rejected
+    assert not list(check_processes(model, 1, splits))
 
 
 @pytest.mark.slow

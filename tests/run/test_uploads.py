@@ -188,7 +188,7 @@ def test_invalid_name_and_disabled_hub_are_reported_by_the_plan(monkeypatch):
     (problem,) = check_hub(options)
     assert 'Received: "us/a/b"' in str(problem)
     options.hub_model_id = None  # the name of the output folder
-    assert check_hub(options) == []
+    assert not list(check_hub(options))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (problem,) = check_hub(options)
     assert "HF_HUB_OFFLINE" in str(problem)

@@ -75,27 +75,24 @@ class FreezeAdapter(FullAdapter):
         extra = self._options.freeze_extra_modules or []
         return problems + unknown_names("freeze_extra_modules", extra, outside, "module outside the layers")
 
-    def _check_count(self, num_layers: int) -> list[Problem]:
+    def _check_count(self, num_layers: int) -> Iterator[Problem]:
         count = self._options.freeze_trainable_layers
         if count == 0 and not (self._options.freeze_extra_modules and not self._options.use_llama_pro):
             what = (
                 f"freeze_trainable_layers is 0; set 1 to {num_layers} for the last layers, or -1 to "
                 f"-{num_layers} for the first."
             )
-            return [Problem(what, option="freeze_trainable_layers")]
-        if self._options.use_llama_pro and (count < 0 or num_layers % count):
+            yield Problem(what, option="freeze_trainable_layers")
+        elif self._options.use_llama_pro and (count < 0 or num_layers % count):
             what = (
                 f"use_llama_pro requires freeze_trainable_layers to divide the {num_layers} layers into "
                 f"equal groups. Received: {count}."
             )
-            return [
-                Problem(
-                    what,
-                    remedy="Set it to the number of layers that were added to the model.",
-                    option=("use_llama_pro", "freeze_trainable_layers"),
-                )
-            ]
-        return []
+            yield Problem(
+                what,
+                remedy="Set it to the number of layers that were added to the model.",
+                option=("use_llama_pro", "freeze_trainable_layers"),
+            )
 
     def _trained_layers(self, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """The trained layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class FullAdapter:
 
     def check(self, model: nn.Module) -> list[Problem]:
         problems = whole_model_problems(self.folders, self.options.finetuning_type, model)
-        return problems + part_problems(self.options, model)
+        return [*problems, *part_problems(self.options, model)]
 
     def attach(self, model: nn.Module) -> nn.Module:
         frozen = is_frozen(model, self.options)
@@ -56,25 +56,15 @@ class FullAdapter:
         model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
 
 
-def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> list[Problem]:
-    """Return problems that prevent training the model's own weights."""
-    problems = []
+def whole_model_problems(folders: Sequence[Path], finetuning_type: str, model: nn.Module) -> Iterator[Problem]:
+    """Yield problems that prevent training the model's own weights."""
     if folders:
-        problems.append(
-            Problem(
-                f"finetuning_type {finetuning_type} does not train adapters, but adapter_name_or_path is set "
-                f"({', '.join(map(str, folders))}).",
-                remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
-                option=("finetuning_type", "adapter_name_or_path"),
-            )
+        yield Problem(
+            f"finetuning_type {finetuning_type} does not train adapters, but adapter_name_or_path is set "
+            f"({', '.join(map(str, folders))}).",
+            remedy="Set finetuning_type: lora to train the adapter, or merge it first with burnish export.",
+            option=("finetuning_type", "adapter_name_or_path"),
         )
     if getattr(model, "quantization_method", None) is not None:
         what = f"a quantized model cannot be trained with finetuning_type {finetuning_type}."
-        problems.append(
-            Problem(
-                what,
-                remedy="Set finetuning_type: lora, or remove quantization_bit.",
-                option="finetuning_type",
-            )
-        )
-    return problems
+        yield Problem(what, remedy="Set finetuning_type: lora, or remove quantization_bit.", option="finetuning_type")

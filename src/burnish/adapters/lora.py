@@ -113,7 +113,7 @@ class LoraAdapter:
         self._initial = InitialFactors({})
 
     def check(self, model: nn.Module) -> list[Problem]:
-        problems = []
+        problems: list[Problem] = []
         for folder in [*self.to_merge, *([self.to_continue] if self.to_continue else [])]:
             problems += check_fit(model, folder)
         if self.to_continue is None:

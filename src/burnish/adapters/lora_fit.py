@@ -86,20 +86,16 @@ class Fit:
         pattern = self.config.rank_pattern
         return int(pattern.get(get_pattern_key(pattern.keys(), path), self.config.r))
 
-    def problems(self, model: nn.Module) -> list[Problem]:
+    def problems(self, model: nn.Module) -> Iterator[Problem]:
         """Find layers that do not support the settings."""
         sides = {path: min(_layer_shape(model.get_submodule(path))) for path in self.targets}
         small = next((path for path, side in sides.items() if self.config.r > side), None)
         if small is None or not str(self.config.init_lora_weights).startswith("pissa"):
-            return []
+            return
         what = f"pissa_init with lora_rank {self.config.r}: {small} has only {sides[small]} singular values."
-        return [
-            Problem(
-                what,
-                remedy="Lower lora_rank, or remove that layer from lora_target.",
-                option=("pissa_init", "lora_rank"),
-            )
-        ]
+        yield Problem(
+            what, remedy="Lower lora_rank, or remove that layer from lora_target.", option=("pissa_init", "lora_rank")
+        )
 
 
 SCORE = f"{FILE_PREFIX}score.weight"
@@ -186,29 +182,31 @@ def _unsupported_feature(raw: Mapping[str, Any]) -> str:
     return next((name for name in _UNSUPPORTED_FIELDS if raw.get(name)), "")
 
 
-def check_fit(model: nn.Module, folder: Path) -> list[Problem]:
-    """Return problems that prevent attaching the adapter in ``folder`` to ``model``."""
+def check_fit(model: nn.Module, folder: Path) -> Iterator[Problem]:
+    """Yield problems that prevent attaching the adapter in ``folder`` to ``model``."""
     try:
         fit = Fit.of_folder(folder)
         header = read_weights_header(folder)
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     places = {**linear_layers(model), **embeddings(model)}
     modules = dict(model.named_modules())
     absent = [path for path in fit.targets if path not in places] + [path for path in fit.whole if path not in modules]
     if absent:
         what = f"the adapter is for a model with {few(absent, 1)}, which {type(model).__name__} does not have."
-        return [_mismatch_problem(folder, fit, what)]
+        yield _mismatch_problem(folder, fit, what)
+        return
     if lacking := [name for name in _expected_names(fit, modules) if name not in header]:
         what = f"{WEIGHTS_NAME} lacks {few(lacking, 1)}."
-        return [Problem(what, where=str(folder), remedy="Check that the adapter folder was copied completely.")]
+        yield Problem(what, where=str(folder), remedy="Check that the adapter folder was copied completely.")
+        return
     other = [text for key, info in header.items() if (text := _shape_difference(model, fit, key, info))]
     if other:
         more = f" ({len(other)} tensors differ)" if len(other) > 1 else ""
-        return [
-            _mismatch_problem(folder, fit, f"the adapter does not fit this {type(model).__name__}: {other[0]}{more}.")
-        ]
-    return fit.problems(model)
+        yield _mismatch_problem(folder, fit, f"the adapter does not fit this {type(model).__name__}: {other[0]}{more}.")
+        return
+    yield from fit.problems(model)
 
 
 def raise_unless_fitting(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:

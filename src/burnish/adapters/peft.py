@@ -13,7 +13,7 @@ is checked or attached.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,14 +187,14 @@ class OftChoices(FinetuningOptions, OftOptions):
 
 
 @check
-def check_oft(options: OftChoices) -> list[Problem]:
+def check_oft(options: OftChoices) -> Iterator[Problem]:
     if options.finetuning_type != "oft" or (options.oft_rank == 0) != (options.oft_block_size == 0):
-        return []
+        return
     what = (
         '"oft_rank" and "oft_block_size" cannot be combined: one of them must be 0. '
         f"Received: {options.oft_rank} and {options.oft_block_size}."
     )
-    return [Problem(what, remedy="Remove oft_rank, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))]
+    yield Problem(what, remedy="Remove oft_rank, or set oft_block_size: 0.", option=("oft_rank", "oft_block_size"))
 
 
 @ADAPTERS.register("oft", options=OftOptions, is_of_peft=True)

@@ -5,6 +5,7 @@ Names and defaults are those of LLaMA-Factory where it has the option.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,18 +79,15 @@ class DataOptions:
 
 
 @check
-def check_data(options: DataOptions) -> list[Problem]:
-    """Return the problems with the data options. Reads no file."""
-    problems = []
+def check_data(options: DataOptions) -> Iterator[Problem]:
+    """Yield the problems with the data options. Reads no file."""
     if not (options.dataset or options.eval_dataset or options.tokenized_path):
-        problems.append(
-            Problem(
-                '"dataset" is missing.',
-                remedy="Set dataset: <name in dataset_info.json, or a path>",
-                option="dataset",
-            )
+        yield Problem(
+            '"dataset" is missing.', remedy="Set dataset: <name in dataset_info.json, or a path>", option="dataset"
         )
-    return problems + _check_val_size(options) + _check_mix(options) + _check_names(options)
+    yield from _check_val_size(options)
+    yield from _check_mix(options)
+    yield from _check_names(options)
 
 
 def _check_names(options: DataOptions) -> list[Problem]:
@@ -106,40 +104,36 @@ def _check_names(options: DataOptions) -> list[Problem]:
     ]
 
 
-def _check_val_size(options: DataOptions) -> list[Problem]:
+def _check_val_size(options: DataOptions) -> Iterator[Problem]:
     if not options.val_size:
-        return []
+        return
     if options.eval_dataset:
         remedy = (
             "Use eval_dataset for a separate evaluation dataset, or val_size to hold out part of the training data."
         )
-        return [
-            Problem("val_size and eval_dataset cannot be combined.", remedy=remedy, option=("val_size", "eval_dataset"))
-        ]
-    if options.val_size > 1 and options.val_size % 1:  # NaN for infinity
-        return [
-            Problem(
-                f"val_size must be a fraction below 1 or an integer number of examples. Received: {options.val_size}.",
-                option="val_size",
-            )
-        ]
-    return []
+        yield Problem(
+            "val_size and eval_dataset cannot be combined.", remedy=remedy, option=("val_size", "eval_dataset")
+        )
+    elif options.val_size > 1 and options.val_size % 1:  # NaN for infinity
+        yield Problem(
+            f"val_size must be a fraction below 1 or an integer number of examples. Received: {options.val_size}.",
+            option="val_size",
+        )
 
 
-def _check_mix(options: DataOptions) -> list[Problem]:
+def _check_mix(options: DataOptions) -> Iterator[Problem]:
     weights = options.interleave_probs
     if weights is None:
-        return []
+        return
     if options.mix_strategy == "concat":
         remedy = "Set mix_strategy: interleave_under, or remove interleave_probs."
-        return [
-            Problem(
-                "interleave_probs has no effect with mix_strategy: concat.",
-                remedy=remedy,
-                option=("interleave_probs", "mix_strategy"),
-            )
-        ]
-    problems = [
+        yield Problem(
+            "interleave_probs has no effect with mix_strategy: concat.",
+            remedy=remedy,
+            option=("interleave_probs", "mix_strategy"),
+        )
+        return
+    yield from (
         Problem(
             f"interleave_probs must have one number per dataset in {name}. "
             f"Received: {len(weights)} for {len(sets)} dataset{'s' * (len(sets) != 1)}.",
@@ -147,13 +141,9 @@ def _check_mix(options: DataOptions) -> list[Problem]:
         )
         for name, sets in (("dataset", options.dataset), ("eval_dataset", options.eval_dataset))
         if sets and len(sets) != len(weights)
-    ]
+    )
     if any(weight <= 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
         received = f"{', '.join(map(str, weights))} (sum {sum(weights):g})"
-        problems.append(
-            Problem(
-                f"interleave_probs must be greater than 0 and sum to 1. Received: {received}.",
-                option="interleave_probs",
-            )
+        yield Problem(
+            f"interleave_probs must be greater than 0 and sum to 1. Received: {received}.", option="interleave_probs"
         )
-    return problems

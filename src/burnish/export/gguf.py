@@ -85,51 +85,56 @@ def write_gguf(folder: Path, target: Path, options: RunOptions) -> list[str]:
     return [f"{target} ({size:,.0f} MiB): tokens, chat template and EOS token match those of the exported model."]
 
 
-def check_gguf(config: Any, tokenizer: Any, options: RunOptions) -> list[Problem]:
-    """Return what prevents writing the file: a missing library or program, or, without llama.cpp, a model or a
+def check_gguf(config: Any, tokenizer: Any, options: RunOptions) -> Iterator[Problem]:
+    """Yield what prevents writing the file: a missing library or program, or, without llama.cpp, a model or a
     tokenizer that this module does not support."""
     if getattr(config, "vision_config", None) is not None:
         what = "export_format: gguf does not support vision-language models. "
         what += f'Received: a model of type "{config.model_type}".'
         why = "llama.cpp expects its vision tower in a second file (mmproj), which burnish does not write."
-        return [Problem(what, why=why, remedy="Remove export_format.", option="export_format")]
+        yield Problem(what, why=why, remedy="Remove export_format.", option="export_format")
+        return
     kind, model_type = options.export_gguf_type, config.model_type
     activation = getattr(config, "hidden_act", None)
     if model_type in ARCHITECTURES and activation not in _ACTIVATIONS:
         what = f'llama.cpp computes models of type "{model_type}" with silu. Received: "hidden_act" {activation}.'
-        return [Problem(what, remedy="Remove export_format.", option="export_format")]
+        yield Problem(what, remedy="Remove export_format.", option="export_format")
+        return
     try:
         _library()
         if options.llama_cpp:
             _programs(Path(options.llama_cpp), kind)
-            return []
+            return
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     remedy = "Set llama_cpp to a checkout or an installation of llama.cpp to use its converter."
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         what = f'export_format: gguf supports {known}. Received: a model of type "{model_type}".'
-        return [Problem(what, remedy=remedy, option="export_format")]
+        yield Problem(what, remedy=remedy, option="export_format")
+        return
     if kind not in DIRECT_TYPES and not find_spec("llama_cpp"):
         what = f'"export_gguf_type" {kind} requires the quantizer of llama.cpp.'
         install = f"Install it with {install_command(LLAMA_EXTRA)}, or set llama_cpp to a build of llama.cpp."
         available = f"Available without it: {', '.join(DIRECT_TYPES)}."
-        return [Problem(what, remedy=f"{install} {available}", option="export_gguf_type")]
+        yield Problem(what, remedy=f"{install} {available}", option="export_gguf_type")
+        return
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        return [
-            Problem(
-                f"GGUF export without llama.cpp does not support rotary embeddings of type {rope['rope_type']}.",
-                remedy=remedy,
-            )
-        ]
+        yield Problem(
+            f"GGUF export without llama.cpp does not support rotary embeddings of type {rope['rope_type']}.",
+            remedy=remedy,
+        )
+        return
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        return [Problem("GGUF export without llama.cpp requires a tokenizer with a tokenizer.json.", remedy=remedy)]
+        yield Problem("GGUF export without llama.cpp requires a tokenizer with a tokenizer.json.", remedy=remedy)
+        return
     try:
         tokenizer_kind(json.loads(tokenizer.backend_tokenizer.to_str()))
     except UserError as error:
-        return list(error.problems)
-    return []
+        yield from error.problems
+        return
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -102,11 +103,11 @@ def is_server_url(url: str) -> bool:
 
 
 @check
-def check_infer(options: InferOptions) -> list[Problem]:
+def check_infer(options: InferOptions) -> Iterator[Problem]:
     if options.infer_url is None or is_server_url(options.infer_url):
-        return []
+        return
     what = f'"infer_url" must be a URL with http:// or https://. Received: {options.infer_url}.'
-    return [Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000", option="infer_url")]
+    yield Problem(what, remedy="For a server on this machine: infer_url: http://127.0.0.1:8000", option="infer_url")
 
 
 @notes

@@ -8,6 +8,7 @@ checkpoints, so a resumed run stops at the same evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,32 +36,26 @@ class StoppingChoices(EarlyStoppingOptions, IntervalOptions, CheckpointOptions):
 
 
 @check
-def check_early_stopping(options: StoppingChoices) -> list[Problem]:
-    return [] if options.early_stopping_steps is None else _missing_requirements(options)
+def check_early_stopping(options: StoppingChoices) -> Iterable[Problem]:
+    return () if options.early_stopping_steps is None else _missing_requirements(options)
 
 
-def _missing_requirements(options: StoppingChoices) -> list[Problem]:
-    """Early stopping requires evaluations and a metric. Returns a problem for each that is missing."""
-    problems = []
+def _missing_requirements(options: StoppingChoices) -> Iterator[Problem]:
+    """Early stopping requires evaluations and a metric. Yields a problem for each that is missing."""
     if options.eval_strategy == "no":
         what = "Early stopping requires evaluations, but eval_strategy is no."
-        problems.append(
-            Problem(
-                what,
-                remedy="Set eval_strategy: steps with eval_dataset or val_size, or remove early_stopping_steps.",
-                option="eval_strategy",
-            )
+        yield Problem(
+            what,
+            remedy="Set eval_strategy: steps with eval_dataset or val_size, or remove early_stopping_steps.",
+            option="eval_strategy",
         )
     if not (options.metric_for_best_model or options.load_best_model_at_end or options.save_strategy == "best"):
         what = "Early stopping requires metric_for_best_model, which is not set."
-        problems.append(
-            Problem(
-                what,
-                remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
-                option="metric_for_best_model",
-            )
+        yield Problem(
+            what,
+            remedy="Set metric_for_best_model: loss, or load_best_model_at_end: true.",
+            option="metric_for_best_model",
         )
-    return problems
 
 
 def early_stopping_callbacks(options: EarlyStoppingOptions) -> list[EarlyStoppingCallback]:

@@ -146,19 +146,17 @@ def _never_reaches_peak(options: LRScheduleOptions, max_steps: int) -> bool:
     return warmup_steps_of(options, max_steps) >= max_steps > 0 and options.lr_scheduler_type != "constant"
 
 
-def check_schedule(options: LRScheduleOptions, max_steps: int) -> list[Problem]:
-    """Return a problem if the warmup is longer than the run."""
+def check_schedule(options: LRScheduleOptions, max_steps: int) -> Iterator[Problem]:
+    """Yield a problem if the warmup is longer than the run."""
     if options.warmup_steps < 1 or not _never_reaches_peak(options, max_steps):
-        return []
+        return
     what = (
         f"the learning rate would never reach its peak: {options.warmup_steps:g} warmup steps (warmup_steps) in a "
         f"run of {max_steps} steps."
     )
-    return [
-        Problem(
-            what, remedy=f"Set warmup_steps below {max_steps}, or train longer.", option=("warmup_steps", "max_steps")
-        )
-    ]
+    yield Problem(
+        what, remedy=f"Set warmup_steps below {max_steps}, or train longer.", option=("warmup_steps", "max_steps")
+    )
 
 
 def schedule_notes(options: LRScheduleOptions, max_steps: int) -> list[str]:

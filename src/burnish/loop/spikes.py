@@ -7,7 +7,7 @@ the rows of the step and continues. The recent norms are part of a checkpoint. D
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,17 +87,17 @@ class SpikeWatch:
         self.norms = deque(state["norms"], maxlen=_WINDOW)
 
 
-def spike_problems(options: SpikeOptions, inner_steps: int) -> list[Problem]:
-    """Return a problem if the run would have to go back into the middle of a rollout.
+def spike_problems(options: SpikeOptions, inner_steps: int) -> Iterator[Problem]:
+    """Yield a problem if the run would have to go back into the middle of a rollout.
 
     Args:
         options: options of the run.
         inner_steps: optimizer steps per step batch (``Objective.inner_steps``).
     """
     if options.on_spike == "no" or inner_steps == 1:
-        return []
+        return
     what = '"on_spike": "rollback" is not supported if several optimizer steps use the same rollout.'
-    return [Problem(what, remedy="Set on_non_finite: skip instead.", option="on_spike")]
+    yield Problem(what, remedy="Set on_non_finite: skip instead.", option="on_spike")
 
 
 @notes

@@ -17,7 +17,7 @@ A member is a class ``(options, template, tokenizer) -> Objective``. A run calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from torch import nn
@@ -204,12 +204,12 @@ class StageChoices(Protocol):
 
 
 @check
-def check_stage(options: StageChoices) -> list[Problem]:
+def check_stage(options: StageChoices) -> Iterator[Problem]:
     if not options.predict_with_generate or OBJECTIVES[options.stage].has_prompts:
-        return []
+        return
     what = f'"predict_with_generate" requires prompts, but stage: {options.stage} has none.'
     remedy = "Set stage: sft, or remove predict_with_generate to compute the loss."
-    return [Problem(what, remedy=remedy, option="predict_with_generate")]
+    yield Problem(what, remedy=remedy, option="predict_with_generate")
 
 
 @notes

@@ -82,10 +82,10 @@ def check_kto(options: KtoChoices) -> list[Problem]:
 
 
 @notes
-def kto_notes(options: KtoChoices) -> list[str]:
+def kto_notes(options: KtoChoices) -> Iterator[str]:
     if OBJECTIVES[options.stage] is not KtoObjective or options.kl_pairing == "neighbour" or options.kto_loss == "kto":
-        return []
-    return [f'"kl_pairing" has no effect: kto_loss {options.kto_loss} does not use mismatched responses.']
+        return
+    yield f'"kl_pairing" has no effect: kto_loss {options.kto_loss} does not use mismatched responses.'
 
 
 class KtoChoices(PairChoices, KtoOptions, ReferenceOptions):

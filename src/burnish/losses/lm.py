@@ -12,7 +12,7 @@ the logits of all positions instead, with the same results.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -82,26 +82,23 @@ class LmChoices(CheckpointingChoices, ParallelOptions, PatchOptions, LmOptions):
 
 
 @check
-def check_loss_factors(options: LmChoices) -> list[Problem]:
+def check_loss_factors(options: LmChoices) -> Iterator[Problem]:
     if not (options.use_dft_loss and options.use_eaft_loss):
-        return []
-    return [
-        Problem(
-            '"use_dft_loss" and "use_eaft_loss" cannot be combined.',
-            remedy="Remove one of them.",
-            option=("use_dft_loss", "use_eaft_loss"),
-        )
-    ]
+        return
+    yield Problem(
+        '"use_dft_loss" and "use_eaft_loss" cannot be combined.',
+        remedy="Remove one of them.",
+        option=("use_dft_loss", "use_eaft_loss"),
+    )
 
 
 @notes
-def loss_notes(options: LmChoices) -> list[str]:
-    """Return notes on loss options that have no effect with the selected stage or loss."""
+def loss_notes(options: LmChoices) -> Iterator[str]:
+    """Yield notes on loss options that have no effect with the selected stage or loss."""
     unread = [name for name in _TOKEN_LOSS_OPTIONS if name not in options_of(options.stage)] if options.stage else []
-    found = [f'"{name}" has no effect: stage is {options.stage}.' for name in unread if getattr(options, name)]
+    yield from (f'"{name}" has no effect: stage is {options.stage}.' for name in unread if getattr(options, name))
     if options.eaft_alpha != LmOptions().eaft_alpha and not options.use_eaft_loss:
-        found.append('"eaft_alpha" has no effect without use_eaft_loss.')
-    return found
+        yield '"eaft_alpha" has no effect without use_eaft_loss.'
 
 
 def token_loss(options: LmChoices, softcap: float | None = None) -> TokenLoss:

@@ -5,6 +5,7 @@ Names and defaults are LLaMA-Factory's if it has the option, else TRL's. TRL's n
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from burnish.config.checks import check, notes
@@ -137,23 +138,22 @@ class PreferenceChoices(PairLossChoices, ReferenceOptions):
 
 
 @check
-def check_preferences(options: PreferenceChoices) -> list[Problem]:
+def check_preferences(options: PreferenceChoices) -> Iterator[Problem]:
     """Report options that contradict each other or require rows of another stage."""
     if not _trains_on_preferences(options.stage):
         if "dft" not in options.pref_loss:
-            return []
+            return
         what = '"loss_type" must be a preference loss. Received: dft.'
-        return [Problem(what, remedy=SFT_LOSSES["dft"], option="pref_loss")]
-    problems = [_sft_only_problem(name) for name in _SFT_ONLY_OPTIONS if getattr(options, name)]
+        yield Problem(what, remedy=SFT_LOSSES["dft"], option="pref_loss")
+        return
+    yield from (_sft_only_problem(name) for name in _SFT_ONLY_OPTIONS if getattr(options, name))
     if options.packing:
-        problems.append(
-            Problem(
-                '"packing" is true. Pairs cannot be packed; their batches are padding-free instead.',
-                remedy="Remove packing.",
-                option="packing",
-            )
+        yield Problem(
+            '"packing" is true. Pairs cannot be packed; their batches are padding-free instead.',
+            remedy="Remove packing.",
+            option="packing",
         )
-    return problems + check_reference(options, options.streaming)
+    yield from check_reference(options, options.streaming)
 
 
 def _trains_on_preferences(stage: str) -> bool:
@@ -161,25 +161,23 @@ def _trains_on_preferences(stage: str) -> bool:
     return OBJECTIVES[stage].records in ("pairs", "unpaired")
 
 
-def check_reference(options: ReferenceOptions, streams: bool) -> list[Problem]:
+def check_reference(options: ReferenceOptions, streams: bool) -> Iterator[Problem]:
     """Report precomputed reference values that would become invalid. ``streams``: rows are encoded on demand."""
     if not options.precompute_ref_log_probs:
-        return []
-    problems = []
+        return
     if options.sync_ref_model:
         what = (
             '"precompute_ref_log_probs" computes the reference log-probabilities once, but "sync_ref_model" updates '
             "the reference model."
         )
         both = ("precompute_ref_log_probs", "sync_ref_model")
-        problems.append(Problem(what, remedy="Remove one of them.", option=both))
+        yield Problem(what, remedy="Remove one of them.", option=both)
     if streams:
         what = (
             '"precompute_ref_log_probs" requires all examples before the first step, but "streaming" loads them '
             "during training."
         )
-        problems.append(Problem(what, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming")))
-    return problems
+        yield Problem(what, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming"))
 
 
 def _sft_only_problem(name: str) -> Problem:
@@ -188,25 +186,23 @@ def _sft_only_problem(name: str) -> Problem:
 
 
 @check
-def check_pair_losses(options: PreferenceChoices) -> list[Problem]:
+def check_pair_losses(options: PreferenceChoices) -> Iterable[Problem]:
     """Check the losses of pairs in the stages that use them."""
-    return check_pairs(options) if "pref_loss" in options_of(options.stage) else []
+    return check_pairs(options) if "pref_loss" in options_of(options.stage) else ()
 
 
-def check_pairs(options: PairLossChoices) -> list[Problem]:
+def check_pairs(options: PairLossChoices) -> Iterator[Problem]:
     names, weights = options.pref_loss, options.pref_loss_weights
-    problems = [Problem(REMOVED_LOSSES[name], option="pref_loss") for name in names if name in REMOVED_LOSSES]
+    yield from (Problem(REMOVED_LOSSES[name], option="pref_loss") for name in names if name in REMOVED_LOSSES)
     losses = [PAIR_LOSSES[name] for name in names if name in PAIR_LOSSES]
     if weights is not None and len(weights) != len(names):
         what = OptionText(
             "{pref_loss_weights} must have one weight for each loss. Received: {} for {}.", len(weights), len(names)
         )
-        problems.append(Problem(what, option="pref_loss_weights"))
+        yield Problem(what, option="pref_loss_weights")
     if not names:
-        problems.append(
-            Problem(
-                OptionText("{pref_loss} is empty."), remedy=f"Available: {', '.join(PAIR_LOSSES)}.", option="pref_loss"
-            )
+        yield Problem(
+            OptionText("{pref_loss} is empty."), remedy=f"Available: {', '.join(PAIR_LOSSES)}.", option="pref_loss"
         )
     smoothing = options.dpo_label_smoothing
     if smoothing and losses and not any(loss.smooths_labels for loss in losses):
@@ -214,39 +210,28 @@ def check_pairs(options: PairLossChoices) -> list[Problem]:
         what = OptionText(
             '"{dpo_label_smoothing}" applies to {} only. Received: {pref_loss} {}.', known, ", ".join(names)
         )
-        problems.append(
-            Problem(
-                what,
-                remedy=OptionText("Remove it, or set {pref_loss} to one of these."),
-                option=("dpo_label_smoothing", "pref_loss"),
-            )
+        yield Problem(
+            what,
+            remedy=OptionText("Remove it, or set {pref_loss} to one of these."),
+            option=("dpo_label_smoothing", "pref_loss"),
         )
     if "exo_pair" in names and not smoothing:
         what = OptionText("{pref_loss}: exo_pair uses smoothed labels, so {dpo_label_smoothing} must be above 0.")
-        problems.append(
-            Problem(
-                what,
-                remedy=OptionText("Set {dpo_label_smoothing}: 0.001."),
-                option=("pref_loss", "dpo_label_smoothing"),
-            )
+        yield Problem(
+            what, remedy=OptionText("Set {dpo_label_smoothing}: 0.001."), option=("pref_loss", "dpo_label_smoothing")
         )
     if options.f_divergence_type != "reverse_kl" and not all(loss.takes_divergence for loss in losses):
         known = ", ".join(name for name, loss in PAIR_LOSSES.items() if loss.takes_divergence)
-        problems.append(
-            Problem(
-                OptionText('"{f_divergence_type}" {} applies to {} only.', options.f_divergence_type, known),
-                option="f_divergence_type",
-            )
+        yield Problem(
+            OptionText('"{f_divergence_type}" {} applies to {} only.', options.f_divergence_type, known),
+            option="f_divergence_type",
         )
     if options.use_weighting and any(loss.sorts_pairs for loss in losses):
-        problems.append(
-            Problem(
-                OptionText('"{use_weighting}" weights individual pairs, but aot compares across pairs.'),
-                remedy="Keep one.",
-                option="use_weighting",
-            )
+        yield Problem(
+            OptionText('"{use_weighting}" weights individual pairs, but aot compares across pairs.'),
+            remedy="Keep one.",
+            option="use_weighting",
         )
-    return problems
 
 
 _SWITCHES = {

@@ -156,12 +156,12 @@ def _check_weights(
         config = load_config(options, names=names)
     except UserError as error:
         return list(error.problems)
-    return compare_with_model(folder, config, tensors, needs_head, names)
+    return list(compare_with_model(folder, config, tensors, needs_head, names))
 
 
 def _wrongly_declared(
     folder: Path, raw: dict[str, Any], tensors: dict[str, TensorInfo], names: ModelNames
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Report integer weights, which need scales, in a model that is not declared as quantized, and the opposite."""
     # Masks of GPT-NeoX, GPT-Neo and GPT-J have four dimensions, tables of indices are int64.
     matrices = [name for name, info in tensors.items() if len(info.shape) in (2, 3) and info.dtype in _NOT_WEIGHTS]
@@ -169,28 +169,25 @@ def _wrongly_declared(
     if isinstance(declared, dict) and declared:
         method = declared.get("quant_method", "bitsandbytes")
         if matrices or method not in _INTEGER_METHODS or not tensors:
-            return []
+            return
         first = next(iter(tensors))
-        return [
-            Problem(
-                f"its config.json declares weights that are quantized with {method}, but the files contain none "
-                f"({first}: {tensors[first].dtype}).",
-                where=str(folder),
-                remedy="Remove quantization_config from config.json. To quantize the weights when they are loaded, set "
-                f"{names.quantization}.",
-            )
-        ]
-    if not matrices:
-        return []
-    return [
-        Problem(
-            f"{len(matrices)} of its weights are integers or 8-bit floats ({matrices[0]}: "
-            f"{tensors[matrices[0]].dtype}), but its config.json has no quantization_config.",
+        yield Problem(
+            f"its config.json declares weights that are quantized with {method}, but the files contain none "
+            f"({first}: {tensors[first].dtype}).",
             where=str(folder),
-            why="quantization_config describes how the weights are scaled; without it they would be loaded unscaled.",
-            remedy="Download config.json again, or use the unquantized model.",
+            remedy="Remove quantization_config from config.json. To quantize the weights when they are loaded, set "
+            f"{names.quantization}.",
         )
-    ]
+        return
+    if not matrices:
+        return
+    yield Problem(
+        f"{len(matrices)} of its weights are integers or 8-bit floats ({matrices[0]}: "
+        f"{tensors[matrices[0]].dtype}), but its config.json has no quantization_config.",
+        where=str(folder),
+        why="quantization_config describes how the weights are scaled; without it they would be loaded unscaled.",
+        remedy="Download config.json again, or use the unquantized model.",
+    )
 
 
 _INTEGER_METHODS = ("bitsandbytes", "gptq", "awq")
@@ -220,8 +217,8 @@ def weight_files(folder: Path, names: ModelNames = TRAINED_MODEL) -> list[Path]:
 
 def compare_with_model(
     folder: Path, config: PreTrainedConfig, tensors: dict[str, TensorInfo], needs_head: bool, names: ModelNames
-) -> list[Problem]:
-    """Return the differences between the files and a model of that config.
+) -> Iterator[Problem]:
+    """Yield the differences between the files and a model of that config.
 
     Uses transformers' loading of tensors on the meta device, which have shapes but no data. It handles older names,
     names without the base model's prefix, tied weights, and experts that are one tensor in memory and several in the
@@ -230,7 +227,8 @@ def compare_with_model(
     try:
         model = meta_model(config)
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     state = {name: torch.empty(info.shape, device="meta") for name, info in tensors.items()}
     try:
         with suppress_loading_messages(), explain_conversion_errors(str(folder)):
@@ -244,12 +242,14 @@ def compare_with_model(
                 output_loading_info=True,
             )
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     except NotImplementedError:  # a conversion that needs data; checked when loading
-        return []
+        return
     except UNUSABLE as error:
-        return [Problem(f"the model cannot be loaded: {message_of(error)}", where=str(folder))]
-    return weight_problems(str(folder), model, loaded[1], needs_head, names)
+        yield Problem(f"the model cannot be loaded: {message_of(error)}", where=str(folder))
+        return
+    yield from weight_problems(str(folder), model, loaded[1], needs_head, names)
 
 
 def _no_config(folder: Path, names: ModelNames) -> Problem:

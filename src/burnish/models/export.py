@@ -6,7 +6,7 @@ empty, or that the export reads from.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +82,10 @@ RUN_FILES = ("adapter_config.json", "trainer_state.json", "launch.json", "checkp
 """Files that identify the folder of an adapter or of a finished or running training."""
 
 
-def problems_of_export(options: ExportChoices, others: list[Path], left_over: Collection[str] = ()) -> list[Problem]:
-    """Return problems with the destination folder.
+def problems_of_export(
+    options: ExportChoices, others: list[Path], left_over: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Yield problems with the destination folder.
 
     Args:
         options: the options of the export.
@@ -91,37 +93,38 @@ def problems_of_export(options: ExportChoices, others: list[Path], left_over: Co
         left_over: names of files that an interrupted export left in the folder. They are overwritten.
     """
     if not options.export_dir:
-        return [
-            Problem(
-                "export_dir is missing.",
-                remedy="Set it to a new folder for the full model: export_dir: models/first",
-                option="export_dir",
-            )
-        ]
+        yield Problem(
+            "export_dir is missing.",
+            remedy="Set it to a new folder for the full model: export_dir: models/first",
+            option="export_dir",
+        )
+        return
     name = options.export_hub_model_id
     if name and not is_hub_id(name):
         what = f'"export_hub_model_id" must be the ID of a repository. Received: "{name}".'
-        return [Problem(what, remedy="For example: me/my-model.", option="export_hub_model_id")]
+        yield Problem(what, remedy="For example: me/my-model.", option="export_hub_model_id")
+        return
     folder = Path(options.export_dir)
     if problems := problems_of_folder(folder, "export_dir"):
-        return problems
+        yield from problems
+        return
     if any(folder.resolve() == other.resolve() for other in others):
         what = f'export_dir "{folder}" is the input folder; it would be overwritten.'
-        return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
+        yield Problem(what, remedy="Set a different export_dir.", option="export_dir")
+        return
     if existing := [path.name for name in RUN_FILES for path in folder.glob(name)]:
         what = f'export_dir "{folder}" contains a training run ({existing[0]}).'
-        return [Problem(what, remedy="Set a different export_dir.", option="export_dir")]
+        yield Problem(what, remedy="Set a different export_dir.", option="export_dir")
+        return
     inside = sorted({path.name for path in folder.iterdir()} - {*left_over}) if folder.is_dir() else []
     if not inside or options.overwrite_output_dir:
-        return []
+        return
     what = f'export_dir "{folder}" is not empty: {", ".join(inside[:3])}{", ..." if len(inside) > 3 else ""}.'
-    return [
-        Problem(
-            what,
-            remedy="Set a different export_dir, or set overwrite_output_dir: true to overwrite its contents.",
-            option="export_dir",
-        )
-    ]
+    yield Problem(
+        what,
+        remedy="Set a different export_dir, or set overwrite_output_dir: true to overwrite its contents.",
+        option="export_dir",
+    )
 
 
 def inference_dtype(options: ExportOptions) -> torch.dtype | None:

@@ -9,7 +9,7 @@ the left, so that all prompts of a batch end at the same position; attention ign
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -92,32 +92,27 @@ class AnswerChoices(GenerationOptions):
 
 
 @check
-def check_generation(options: AnswerChoices) -> list[Problem]:
-    problems = []
+def check_generation(options: AnswerChoices) -> Iterator[Problem]:
     if options.samples > 1 and not (samples_tokens(options) and options.num_beams == 1):
         what = (
             f'"samples" {options.samples} requires sampling: without do_sample, with temperature 0, or with '
             "num_beams, all responses are the same."
         )
-        problems.append(
-            Problem(
-                what,
-                remedy="Set do_sample: true, num_beams: 1 and a temperature above 0, or remove samples.",
-                option=("samples", "do_sample", "num_beams", "temperature"),
-            )
+        yield Problem(
+            what,
+            remedy="Set do_sample: true, num_beams: 1 and a temperature above 0, or remove samples.",
+            option=("samples", "do_sample", "num_beams", "temperature"),
         )
-    return problems
 
 
 @notes
-def generation_notes(options: AnswerChoices) -> list[str]:
+def generation_notes(options: AnswerChoices) -> Iterator[str]:
     if options.max_length != GenerationOptions().max_length and not options.predict_with_generate:
-        return ['"max_length" has no effect: no responses are generated. The maximum sequence length is cutoff_len.']
-    if options.samples > 1 and not options.predict_with_generate:
-        return ['"samples" has no effect without predict_with_generate.']
-    if options.predict_with_generate and not options.do_predict:
-        return ['"predict_with_generate" has no effect without do_predict: evaluation computes the loss only.']
-    return []
+        yield '"max_length" has no effect: no responses are generated. The maximum sequence length is cutoff_len.'
+    elif options.samples > 1 and not options.predict_with_generate:
+        yield '"samples" has no effect without predict_with_generate.'
+    elif options.predict_with_generate and not options.do_predict:
+        yield '"predict_with_generate" has no effect without do_predict: evaluation computes the loss only.'
 
 
 def generation_config(

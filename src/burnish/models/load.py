@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -300,20 +300,18 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return None
 
 
-def check_context(config: PreTrainedConfig, longest: int) -> list[Problem]:
+def check_context(config: PreTrainedConfig, longest: int) -> Iterator[Problem]:
     """Check that an example of ``longest`` tokens fits the model's context."""
     length = context_length(config)
     if length is None or longest <= length:
-        return []
+        return
     has_rope = isinstance(getattr(config.get_text_config(), "rope_parameters", None), dict)
     extends = ", or extend the context with rope_scaling" if has_rope else ""
-    return [
-        Problem(
-            f"the longest example has {longest:,} tokens, but the model's context length is {length:,}.",
-            why="The model was not trained on positions beyond it.",
-            remedy=f"Set cutoff_len to {length} or less{extends}.",
-        )
-    ]
+    yield Problem(
+        f"the longest example has {longest:,} tokens, but the model's context length is {length:,}.",
+        why="The model was not trained on positions beyond it.",
+        remedy=f"Set cutoff_len to {length} or less{extends}.",
+    )
 
 
 def scale_rope(config: PreTrainedConfig, kind: str, length_needed: int) -> str:
@@ -410,19 +408,17 @@ _HEAD_NAME = re.compile(r"(lm_head|embed_out|output)\.")
 
 def weight_problems(
     where: str, model: nn.Module, found: Mapping[str, Any], needs_head: bool, names: ModelNames
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Problems of a model's weights, from transformers' ``loading_info``."""
-    problems, class_name = [], type(model).__name__
+    class_name = type(model).__name__
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
     if beyond := sorted(_layers_in(found["unexpected_keys"]) - _layers_in(dict(model.named_parameters()))):
         which = f"layer {beyond[0]}" if len(beyond) == 1 else f"{len(beyond)} layers ({beyond[0]} to {beyond[-1]})"
-        problems.append(
-            Problem(
-                f"the weights have {which} beyond the number of layers in config.json.",
-                where=where,
-                why=f"{class_name} would be trained without its last layers.",
-                remedy="Correct the number of layers in config.json (num_hidden_layers), or remove those tensors.",
-            )
+        yield Problem(
+            f"the weights have {which} beyond the number of layers in config.json.",
+            where=where,
+            why=f"{class_name} would be trained without its last layers.",
+            remedy="Correct the number of layers in config.json (num_hidden_layers), or remove those tensors.",
         )
     if not needs_head:
         missing = [name for name in missing if not _HEAD_NAME.search(name)]
@@ -431,27 +427,22 @@ def weight_problems(
         again = "Download the model again, check its config.json, or set train_from_scratch: true."
         if not names.is_trained:
             again = "Download the model again, or check its config.json."
-        problems.append(
-            Problem(
-                f"the weights have no {few(missing)}, which {class_name} needs."
-                + (" This is a model without an LM head." if is_headless else ""),
-                where=where,
-                why="They would be initialized randomly.",
-                remedy=again
-                if not is_headless
-                else "Use the variant of the model with an LM head (its class name ends in ForCausalLM).",
-            )
+        yield Problem(
+            f"the weights have no {few(missing)}, which {class_name} needs."
+            + (" This is a model without an LM head." if is_headless else ""),
+            where=where,
+            why="They would be initialized randomly.",
+            remedy=again
+            if not is_headless
+            else "Use the variant of the model with an LM head (its class name ends in ForCausalLM).",
         )
     if mismatched:
         name, held, needed = mismatched[0]
         more = f", and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
         what = f"{name} is {shape_in_words(held)} in the weights but {shape_in_words(needed)} in the config{more}."
-        problems.append(
-            Problem(
-                what, where=where, remedy="config.json and the weights belong to different models; download both again."
-            )
+        yield Problem(
+            what, where=where, remedy="config.json and the weights belong to different models; download both again."
         )
-    return problems
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|decoder_layers)\.(\d+)\.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,27 +117,21 @@ class ModelOptions:
 
 
 @check
-def check_new_tokens(options: ModelOptions) -> list[Problem]:
-    problems = []
+def check_new_tokens(options: ModelOptions) -> Iterator[Problem]:
     if options.init_special_tokens != "noise_init" and not options.new_special_tokens_config:
         what = f'"init_special_tokens" is {options.init_special_tokens}, but no token has a description.'
-        problems.append(
-            Problem(
-                what,
-                remedy="Describe them in new_special_tokens_config: {<token>: <description>}.",
-                option="init_special_tokens",
-            )
+        yield Problem(
+            what,
+            remedy="Describe them in new_special_tokens_config: {<token>: <description>}.",
+            option="init_special_tokens",
         )
     if options.add_special_tokens and options.new_special_tokens_config:
         what = '"add_special_tokens" and "new_special_tokens_config" both name new special tokens.'
-        problems.append(
-            Problem(
-                what,
-                remedy="List all of them in new_special_tokens_config.",
-                option=("add_special_tokens", "new_special_tokens_config"),
-            )
+        yield Problem(
+            what,
+            remedy="List all of them in new_special_tokens_config.",
+            option=("add_special_tokens", "new_special_tokens_config"),
         )
-    return problems
 
 
 class NormChoices(ParallelOptions, ModelOptions):
@@ -144,27 +139,23 @@ class NormChoices(ParallelOptions, ModelOptions):
 
 
 @check
-def check_norms(options: NormChoices) -> list[Problem]:
+def check_norms(options: NormChoices) -> Iterator[Problem]:
     if not (options.upcast_layernorm and options.pure_bf16):
-        return []
+        return
     what = '"upcast_layernorm" keeps norms in float32, but "pure_bf16" keeps all weights in bfloat16.'
-    return [
-        Problem(
-            what,
-            remedy="Set bf16: true instead of pure_bf16, or remove upcast_layernorm.",
-            option=("upcast_layernorm", "pure_bf16"),
-        )
-    ]
+    yield Problem(
+        what,
+        remedy="Set bf16: true instead of pure_bf16, or remove upcast_layernorm.",
+        option=("upcast_layernorm", "pure_bf16"),
+    )
 
 
 @notes
-def remote_code_notes(options: ModelOptions) -> list[str]:
+def remote_code_notes(options: ModelOptions) -> Iterator[str]:
     """Log that custom code of the model may run."""
     if not options.trust_remote_code or _has_no_code(options.model_name_or_path):
-        return []
-    return [
-        f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run with your permissions."
-    ]
+        return
+    yield f"trust_remote_code: Python code that comes with {options.model_name_or_path} may run with your permissions."
 
 
 def _has_no_code(name: str | None) -> bool:
@@ -179,7 +170,7 @@ def _has_no_code(name: str | None) -> bool:
 
 
 @notes
-def new_tokens_notes(options: ModelOptions) -> list[str]:
+def new_tokens_notes(options: ModelOptions) -> Iterator[str]:
     if not options.new_special_tokens_config or options.init_special_tokens != "noise_init":
-        return []
-    return ["The descriptions in new_special_tokens_config have no effect without init_special_tokens: desc_init."]
+        return
+    yield "The descriptions in new_special_tokens_config have no effect without init_special_tokens: desc_init."

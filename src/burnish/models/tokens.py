@@ -7,7 +7,7 @@ folder without a tokenizer; tokens without a row in the embedding. Does not read
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,20 +128,18 @@ def tokenizer_in(folder: Path) -> PreTrainedTokenizerBase:
 
 def check_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, options: ModelOptions
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Check that the model's embedding has a row for each token of the tokenizer."""
     rows = config.get_text_config().vocab_size
     is_trained = bool(getattr(tokenizer, "trained_tokens", ()))
     if len(tokenizer) <= rows or options.resize_vocab or named_tokens(options) or is_trained:  # new tokens imply it
-        return []
-    return [
-        Problem(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding has {rows:,} rows.",
-            where=str(options.model_name_or_path),
-            why="The remaining tokens would have no embedding.",
-            remedy="Set resize_vocab: true, or use the tokenizer that belongs to the model.",
-        )
-    ]
+        return
+    yield Problem(
+        f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding has {rows:,} rows.",
+        where=str(options.model_name_or_path),
+        why="The remaining tokens would have no embedding.",
+        remedy="Set resize_vocab: true, or use the tokenizer that belongs to the model.",
+    )
 
 
 def named_tokens(options: ModelOptions) -> list[str]:

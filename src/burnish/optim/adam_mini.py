@@ -21,7 +21,7 @@ Refuses: query and key matrices of a model whose config does not define the head
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class AdamMiniOptions:
 
 
 @check
-def check_adam_mini(options: OptimOptions) -> list[Problem]:
+def check_adam_mini(options: OptimOptions) -> Iterator[Problem]:
     return only_adamw(options, "use_adam_mini", "adam_mini")
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,23 +91,20 @@ class BadamChoices(OptimOptions, BadamOptions, ParallelOptions):
 
 
 @check
-def check_badam(options: BadamChoices) -> list[Problem]:
+def check_badam(options: BadamChoices) -> Iterator[Problem]:
     if not _is_chosen(options):
-        return []
-    problems = only_adamw(options, "use_badam", "badam")
+        return
+    yield from only_adamw(options, "use_badam", "badam")
     if options.finetuning_type != "full":
         what = (
             f'use_badam trains the whole model, block by block. Received: finetuning_type "{options.finetuning_type}".'
         )
-        problems.append(Problem(what, remedy="Set finetuning_type: full.", option=("use_badam", "finetuning_type")))
+        yield Problem(what, remedy="Set finetuning_type: full.", option=("use_badam", "finetuning_type"))
     if options.badam_switch_interval == 0:
-        problems.append(
-            Problem(
-                '"badam_switch_interval" must be at least 1, or -1 to never switch. Received: 0.',
-                option="badam_switch_interval",
-            )
+        yield Problem(
+            '"badam_switch_interval" must be at least 1, or -1 to never switch. Received: 0.',
+            option="badam_switch_interval",
         )
-    return problems
 
 
 @notes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -64,28 +64,29 @@ class OptimOptions:
 
 
 @check
-def check_optimizer(options: OptimOptions) -> list[Problem]:
+def check_optimizer(options: OptimOptions) -> Iterator[Problem]:
     """Check, before a model is read, that the optimizer exists, is installed, and accepts ``optim_args``."""
     if options.optim not in OPTIMIZERS:
-        return []  # reported already, with similar names
+        return  # reported already, with similar names
     member = OPTIMIZERS.choose(options.optim, options)
     refused = member.metadata.get("refused")
     if refused:
-        return [
-            Problem(
-                f'burnish does not support "optim" {options.optim}: {refused[0]}.', remedy=refused[1], option="optim"
-            )
-        ]
+        yield Problem(
+            f'burnish does not support "optim" {options.optim}: {refused[0]}.', remedy=refused[1], option="optim"
+        )
+        return
     selected = list(dict.fromkeys(m.metadata.get("switch", m.name) for m in OPTIMIZERS if m.when and m.when(options)))
     if len(selected) > 1:
-        return [
-            Problem(f'"{selected[0]}" and "{selected[1]}" cannot be combined. Set one of them.', option=tuple(selected))
-        ]
+        yield Problem(
+            f'"{selected[0]}" and "{selected[1]}" cannot be combined. Set one of them.', option=tuple(selected)
+        )
+        return
     try:
         optim_arguments(options)
     except UserError as error:
-        return list(error.problems)
-    return missing_library(member.name) or _argument_problems(member, options)
+        yield from error.problems
+        return
+    yield from missing_library(member.name) or _argument_problems(member, options)
 
 
 _MAX_PLAUSIBLE_RATE = 1.0
@@ -304,12 +305,12 @@ def switch_arguments(switch: str) -> dict[str, Any]:
     return {"switch": switch, "when": lambda options: bool(getattr(options, switch, False))}
 
 
-def only_adamw(options: OptimOptions, switch: str, name: str) -> list[Problem]:
+def only_adamw(options: OptimOptions, switch: str, name: str) -> Iterator[Problem]:
     """A problem if ``switch`` selects ``name``, which is based on AdamW, and ``optim`` selects another optimizer."""
     if options.optim in ("adamw_torch", "adamw_torch_fused", name) or not getattr(options, switch):
-        return []
+        return
     what = f'"{switch}" is based on AdamW and cannot be combined with "optim" {options.optim}.'
-    return [Problem(what, remedy=f"Remove optim or {switch}.", option=(switch, "optim"))]
+    yield Problem(what, remedy=f"Remove optim or {switch}.", option=(switch, "optim"))
 
 
 @OPTIMIZERS.register("adamw_torch_fused")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,17 +114,16 @@ class LowRankChoices(OptimOptions, LowRankOptions):
 
 
 @check
-def check_low_rank(options: LowRankChoices) -> list[Problem]:
+def check_low_rank(options: LowRankChoices) -> Iterator[Problem]:
     if not (options.use_galore or options.use_apollo):
-        return []
+        return
     switch = "use_galore" if options.use_galore else "use_apollo"
-    problems = _check_inner_optimizer(options, switch)
+    yield from _check_inner_optimizer(options, switch)
     if options.finetuning_type == "lora":
         what = f'"{switch}" projects full matrices, but "finetuning_type" lora trains low-rank ones.'
-        problems.append(
-            Problem(what, remedy=f"Set finetuning_type: full, or remove {switch}.", option=(switch, "finetuning_type"))
+        yield Problem(
+            what, remedy=f"Set finetuning_type: full, or remove {switch}.", option=(switch, "finetuning_type")
         )
-    return problems
 
 
 @notes
@@ -134,17 +133,16 @@ def low_rank_notes(options: OptimOptions) -> list[str]:
     return unused_option_notes(INNER_OPTIMIZERS[options.optim], options) if member.options is LowRankOptions else []
 
 
-def _check_inner_optimizer(options: LowRankChoices, switch: str) -> list[Problem]:
+def _check_inner_optimizer(options: LowRankChoices, switch: str) -> Iterator[Problem]:
     """Check that ``optim`` can update the small matrices."""
     able = [name for name, within in INNER_OPTIMIZERS.items() if options.use_galore or within == "adamw_torch"]
     if options.optim not in able:
-        return [
-            Problem(
-                f'"{switch}" requires one of the optimizers {", ".join(able)}. Received: "{options.optim}".',
-                option=(switch, "optim"),
-            )
-        ]
-    return missing_library(INNER_OPTIMIZERS[options.optim])
+        yield Problem(
+            f'"{switch}" requires one of the optimizers {", ".join(able)}. Received: "{options.optim}".',
+            option=(switch, "optim"),
+        )
+        return
+    yield from missing_library(INNER_OPTIMIZERS[options.optim])
 
 
 class Method(NamedTuple):

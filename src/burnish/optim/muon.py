@@ -7,6 +7,7 @@ rates for AdamW can be used. The implementation is torch's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class MuonOptions:
 
 
 @check
-def check_muon(options: OptimOptions) -> list[Problem]:
+def check_muon(options: OptimOptions) -> Iterator[Problem]:
     return only_adamw(options, "use_muon", "muon")
 
 

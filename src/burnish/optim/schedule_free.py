@@ -8,6 +8,7 @@ Warmup comes from the schedule as for every optimizer: use lr_scheduler_type con
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch.optim import Optimizer
@@ -27,18 +28,16 @@ class BestAtEnd(Protocol):
 
 
 @check
-def check_schedule_free(options: BestAtEnd) -> list[Problem]:
+def check_schedule_free(options: BestAtEnd) -> Iterator[Problem]:
     """Report load_best_model_at_end: the best checkpoint has the training weights, not the evaluated average."""
     if not (options.optim.startswith("schedule_free") and options.load_best_model_at_end):
-        return []
-    return [
-        Problem(
-            f'"load_best_model_at_end" cannot be combined with optim "{options.optim}".',
-            why="Its checkpoints contain the weights used in training, not the average that is evaluated.",
-            remedy="Remove load_best_model_at_end: the averaged weights are saved at the end of training.",
-            option=("load_best_model_at_end", "optim"),
-        )
-    ]
+        return
+    yield Problem(
+        f'"load_best_model_at_end" cannot be combined with optim "{options.optim}".',
+        why="Its checkpoints contain the weights used in training, not the average that is evaluated.",
+        remedy="Remove load_best_model_at_end: the averaged weights are saved at the end of training.",
+        option=("load_best_model_at_end", "optim"),
+    )
 
 
 @OPTIMIZERS.register("schedule_free_adamw", library=LIBRARY)

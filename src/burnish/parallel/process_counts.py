@@ -11,6 +11,7 @@ import math
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -108,51 +109,47 @@ def _num_listed(names: str, installed: int | None) -> int:
     return len(visible) if len(set(visible)) == len(visible) else 0
 
 
-def launcher_problems() -> list[Problem]:
+def launcher_problems() -> Iterator[Problem]:
     """Problems of the variables with which a launcher tells a process its rank."""
     values = {name: os.environ.get(name, "").strip() for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread]
+        yield from (Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread)
+        return
     size, rank = count_in(values["WORLD_SIZE"], 1), count_in(values["RANK"], 0)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
     if not missing and size > rank:
-        return []
+        return
     what = f"but {', '.join(missing)} must be set too" if missing else f"and RANK is {rank}; ranks are numbered from 0"
-    return [
-        Problem(
-            f"WORLD_SIZE is {values['WORLD_SIZE'] or 'not set'}, {what}.",
-            remedy="Start the processes with burnish train or torchrun, which set these variables; or unset WORLD_SIZE "
-            "and RANK for a run in one process.",
-        )
-    ]
+    yield Problem(
+        f"WORLD_SIZE is {values['WORLD_SIZE'] or 'not set'}, {what}.",
+        remedy="Start the processes with burnish train or torchrun, which set these variables; or unset WORLD_SIZE "
+        "and RANK for a run in one process.",
+    )
 
 
-def problems_of_machines() -> list[Problem]:
+def problems_of_machines() -> Iterator[Problem]:
     """Report what is missing for a run over several machines."""
     if is_launched():
-        return []
+        return
     values = {name: os.environ.get(name, "").strip() for name in ("NNODES", "NODE_RANK", "NPROC_PER_NODE")}
     unread = [name for name, text in values.items() if text and count_in(text, -1) < 0]
     if unread:
-        return [Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread]
+        yield from (Problem(f'{name} must be a non-negative integer. Received: "{values[name]}".') for name in unread)
+        return
     if num_machines() == 1:
-        return []
+        return
     missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if not os.environ.get(name, "").strip()]
     if missing:
         what = f"NNODES is {num_machines()}, but {', '.join(missing)} must be set too."
-        return [
-            Problem(
-                what,
-                remedy="NODE_RANK is the index of the node, starting at 0; MASTER_ADDR is the address of node 0.",
-            )
-        ]
-    if not 0 <= machine_rank() < num_machines():
-        return [Problem(f"NODE_RANK is {machine_rank()}, but there are {num_machines()} nodes, numbered from 0.")]
-    return []
+        yield Problem(
+            what, remedy="NODE_RANK is the index of the node, starting at 0; MASTER_ADDR is the address of node 0."
+        )
+    elif not 0 <= machine_rank() < num_machines():
+        yield Problem(f"NODE_RANK is {machine_rank()}, but there are {num_machines()} nodes, numbered from 0.")
 
 
-def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
+def too_many_processes(requested: int | str, use_cpu: bool) -> Iterator[Problem]:
     """Report more processes than this machine has devices: NCCL permits one per GPU. On CPUs, more processes than
     cores are slow but work, so up to eight may be started on any machine to try a run.
 
@@ -164,12 +161,12 @@ def too_many_processes(requested: int | str, use_cpu: bool) -> list[Problem]:
     devices = usable_cores() if on_cpu else num_gpus()
     most = max(_MAX_TESTED_CPU_PROCESSES, devices) if on_cpu else devices
     if count <= most:
-        return []
+        return
     name = "num_processes" if requested != AUTO else "NPROC_PER_NODE"
     what = f"{name} must be at most {most} on this machine ({'CPU cores' if on_cpu else 'GPUs'}: {devices}). "
     what += f"Received: {count}."
     remedy = f"Set {name} to {most} or less." if on_cpu else f"Set {name} to the number of GPUs per machine."
-    return [Problem(what, remedy=remedy, option="num_processes")]
+    yield Problem(what, remedy=remedy, option="num_processes")
 
 
 def _number(name: str, default: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,24 +71,23 @@ class UploadChoices(HubOptions, CheckpointOptions):
 
 
 @check
-def check_hub(options: UploadChoices) -> list[Problem]:
-    """Return problems of the repository's name, and of a hub that is switched off."""
+def check_hub(options: UploadChoices) -> Iterator[Problem]:
+    """Yield problems of the repository's name, and of a hub that is switched off."""
     if not options.push_to_hub:
-        return []
+        return
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # (its list of names leaves it out)
 
-    name, problems = repository_name(options.hub_model_id, output_folder(options)), []
+    name = repository_name(options.hub_model_id, output_folder(options))
     try:
         validate_repo_id(name)
     except HFValidationError:
         what = f'"hub_model_id" must be the name of a repository on the Hub, such as user/model. Received: "{name}".'
-        problems.append(Problem(what, option="hub_model_id"))
+        yield Problem(what, option="hub_model_id")
     if constants.HF_HUB_OFFLINE:
         what = '"push_to_hub" is true, but HF_HUB_OFFLINE disables access to the Hub.'
-        problems.append(Problem(what, remedy="Unset HF_HUB_OFFLINE, or remove push_to_hub.", option="push_to_hub"))
-    return problems
+        yield Problem(what, remedy="Unset HF_HUB_OFFLINE, or remove push_to_hub.", option="push_to_hub")
 
 
 @shared_options
@@ -159,18 +159,17 @@ arguments, to save the model."""
 
 
 @check
-def check_trackers(options: ReportOptions) -> list[Problem]:
-    """Return problems found before a model is loaded: unknown trackers, missing libraries, unsupported settings."""
+def check_trackers(options: ReportOptions) -> Iterator[Problem]:
+    """Yield problems found before a model is loaded: unknown trackers, missing libraries, unsupported settings."""
     from burnish.report.trackers import tracker_problems, wanted_trackers
 
-    problems = tracker_problems(options.report_to)
+    yield from tracker_problems(options.report_to)
     for tracker in wanted_trackers(options.report_to):
         variable, values = _MODEL_UPLOADS.get(tracker, ("", ()))
         if (value := os.environ.get(variable, "").lower()) in values:
             what = f'"report_to": {variable} is {value}, but burnish does not upload models to {tracker}.'
             remedy = f"Unset {variable}; the model is saved in output_dir."
-            problems.append(Problem(what, remedy=remedy, option="report_to"))
-    return problems
+            yield Problem(what, remedy=remedy, option="report_to")
 
 
 class HubAndTrackers(HubOptions, ReportOptions):

@@ -55,18 +55,16 @@ class ProfileChoices(StepOptions, ProfileOptions):
 
 
 @check
-def check_profile(options: ProfileChoices) -> list[Problem]:
+def check_profile(options: ProfileChoices) -> Iterator[Problem]:
     needed = WARM_UP + options.profile_steps + 1
     if not options.profile or options.max_steps <= 0 or options.max_steps >= needed:
-        return []
-    return [
-        Problem(
-            f'"profile" requires {needed} steps: {WARM_UP} for warmup, {options.profile_steps} timed, one traced. '
-            f"Received: max_steps {options.max_steps}.",
-            remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
-            option=("profile", "profile_steps", "max_steps"),
-        )
-    ]
+        return
+    yield Problem(
+        f'"profile" requires {needed} steps: {WARM_UP} for warmup, {options.profile_steps} timed, one traced. '
+        f"Received: max_steps {options.max_steps}.",
+        remedy=f"Set max_steps: {needed} or more, or a smaller profile_steps.",
+        option=("profile", "profile_steps", "max_steps"),
+    )
 
 
 def start_profiling(run: Loop, folder: Path, options: ProfileOptions) -> None:

@@ -14,7 +14,7 @@ the run, which say where to log.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -103,29 +103,26 @@ def wanted_trackers(report_to: str | Iterable[str] | None) -> list[str]:
     return list(dict.fromkeys(name for name in names if name != "none"))
 
 
-def _problems_of(name: str) -> list[Problem]:
+def _problems_of(name: str) -> Iterator[Problem]:
     if name not in TRACKERS:
         guess = did_you_mean(name, TRACKERS.names())
         known = ", ".join(TRACKERS.names())
-        return [
-            Problem(
-                f'"report_to": unknown tracker "{name}".{guess}',
-                remedy=f"Available: {known}, all, none.",
-                option="report_to",
-            )
-        ]
+        yield Problem(
+            f'"report_to": unknown tracker "{name}".{guess}',
+            remedy=f"Available: {known}, all, none.",
+            option="report_to",
+        )
+        return
     needs = _needs_of(name)
     missing = _missing(needs)
     if not missing:
-        return []
+        return
     remedy = f"Install it with pip install {needs.package}" if needs.package else f"Set {needs.variable}"
-    return [
-        Problem(
-            f'"report_to": {name} requires {missing}, which is not {"installed" if needs.package else "set"}.',
-            remedy=f"{remedy}, or remove {name} from report_to.",
-            option="report_to",
-        )
-    ]
+    yield Problem(
+        f'"report_to": {name} requires {missing}, which is not {"installed" if needs.package else "set"}.',
+        remedy=f"{remedy}, or remove {name} from report_to.",
+        option="report_to",
+    )
 
 
 def _needs_of(name: str) -> Requirements:

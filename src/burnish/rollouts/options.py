@@ -214,22 +214,26 @@ def compares_completions(stage: str) -> bool:
 
 
 @check
-def check_rollouts(options: RolloutStageChoices) -> list[Problem]:
-    """Return problems that can be found without data."""
+def check_rollouts(options: RolloutStageChoices) -> Iterator[Problem]:
+    """Yield problems that can be found without data."""
     if not draws_completions(options.stage):
-        return []
+        return
     if not compares_completions(options.stage) and options.temperature == 0:
         what, remedy = '"temperature" must be greater than 0. Received: 0.', "Set a low temperature, such as 0.1."
-        return [Problem(what, remedy=remedy, option="temperature")]
+        yield Problem(what, remedy=remedy, option="temperature")
+        return
     of_groups = (
         [*check_sizes(options), *check_loss(options)]
         if compares_completions(options.stage)
         else _check_num_generations(options)
     )
-    return [*_rewards(options), *check_weights(options), *of_groups, *_generation_problems(options)]
+    yield from _rewards(options)
+    yield from check_weights(options)
+    yield from of_groups
+    yield from _generation_problems(options)
 
 
-def _rewards(options: RolloutStageChoices) -> list[Problem]:
+def _rewards(options: RolloutStageChoices) -> Iterator[Problem]:
     functions = options.reward_funcs or []
     if not functions and options.reward_model is None:
         what = f"stage: {options.stage} needs a reward."
@@ -237,15 +241,15 @@ def _rewards(options: RolloutStageChoices) -> list[Problem]:
             "Set reward_funcs: [my_rewards.py:exact], a built-in (accuracy_reward, think_format_reward, "
             "exact_match_reward, ...), or reward_model: <folder>."
         )
-        return [Problem(what, remedy=remedy, option="reward_funcs")]
+        yield Problem(what, remedy=remedy, option="reward_funcs")
+        return
     names = [str(next(iter(entry), "")) if isinstance(entry, dict) else str(entry) for entry in functions]
-    missing = [problem for name in names for problem in missing_libraries({**FUNCTIONS, **FACTORIES}.get(name), name)]
-    missing += _check_reward_server(options)
+    yield from (problem for name in names for problem in missing_libraries({**FUNCTIONS, **FACTORIES}.get(name), name))
+    yield from _check_reward_server(options)
     count, weights = len(functions) + (options.reward_model is not None), options.reward_weights
     if weights is not None and len(weights) != count:
         what = f"reward_weights must have one weight for each reward. Received: {len(weights)} for {count}."
-        missing.append(Problem(what, option="reward_weights"))
-    return missing
+        yield Problem(what, option="reward_weights")
 
 
 def check_weights(options: RolloutOptions) -> list[Problem]:
@@ -254,41 +258,42 @@ def check_weights(options: RolloutOptions) -> list[Problem]:
     return [Problem(what, option="reward_weights")] * bool(infinite)
 
 
-def _check_reward_server(options: RolloutStageChoices) -> list[Problem]:
+def _check_reward_server(options: RolloutStageChoices) -> Iterator[Problem]:
     """A problem if a reward model is a URL and the type is not ``api``, or the reverse."""
     name, kind = options.reward_model, options.reward_model_type
     if name is None or name.startswith(("http://", "https://")) == (kind == "api"):
-        return []
+        return
     if kind == "api":
         what = f"reward_model must be a URL that starts with http:// or https://. Received: {name}."
         remedy = "Set it to the URL of the server, or remove reward_model_type: api."
-        return [Problem(what, remedy=remedy, option="reward_model")]
+        yield Problem(what, remedy=remedy, option="reward_model")
+        return
     what = f"reward_model is a URL, but reward_model_type is {kind}. Received: {name}."
-    return [Problem(what, remedy="Set reward_model_type: api.", option=("reward_model_type", "reward_model"))]
+    yield Problem(what, remedy="Set reward_model_type: api.", option=("reward_model_type", "reward_model"))
 
 
-def _check_num_generations(options: RolloutStageChoices) -> list[Problem]:
+def _check_num_generations(options: RolloutStageChoices) -> Iterator[Problem]:
     """For stages that do not compare all completions of a prompt."""
     least, count = getattr(OBJECTIVES[options.stage], "min_generations", 1), options.num_generations
     if count == 1 < least or count > 1 == least:
         expected = "1" if least == 1 else f"at least {least}"
         what = f'"num_generations" must be {expected} with stage: {options.stage}. Received: {count}.'
-        return [Problem(what, option="num_generations")]
-    if options.num_generations_eval is not None and options.num_generations_eval < least:
+        yield Problem(what, option="num_generations")
+    elif options.num_generations_eval is not None and options.num_generations_eval < least:
         what = f'"num_generations_eval" must be at least {least} with stage: {options.stage}. '
-        return [Problem(f"{what}Received: {options.num_generations_eval}.", option="num_generations_eval")]
-    return []
+        yield Problem(f"{what}Received: {options.num_generations_eval}.", option="num_generations_eval")
 
 
-def check_sizes(options: GenerationLossChoices) -> list[Problem]:
-    found, group = [], options.num_generations
+def check_sizes(options: GenerationLossChoices) -> Iterator[Problem]:
+    group = options.num_generations
     if group < 2:
         what = f"num_generations must be at least 2: completions of a prompt are compared. Received: {group}."
-        found.append(Problem(what, option="num_generations"))
+        yield Problem(what, option="num_generations")
     if options.generation_batch_size is not None and options.steps_per_generation is not None:
         names = ("generation_batch_size", "steps_per_generation")
         what = '"generation_batch_size" and "steps_per_generation" set the same number.'
-        return [*found, Problem(what, remedy="Set only one of them.", option=names)]
+        yield Problem(what, remedy="Set only one of them.", option=names)
+        return
     per_device, world = options.per_device_train_batch_size, launcher_number("WORLD_SIZE", 1)
     if options.generation_batch_size is not None:
         size, part = options.generation_batch_size, per_device * world
@@ -296,7 +301,8 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
             what = (
                 f"generation_batch_size {size} is not a multiple of per_device_train_batch_size × processes = {part}."
             )
-            return [*found, Problem(what, remedy=_nearest_multiples(size, part), option="generation_batch_size")]
+            yield Problem(what, remedy=_nearest_multiples(size, part), option="generation_batch_size")
+            return
         steps = size // part
     else:
         steps = options.steps_per_generation or options.gradient_accumulation_steps
@@ -306,7 +312,7 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
             f"A generation batch of {steps} micro-batches does not fit "
             f"into steps of gradient_accumulation_steps {accumulated}: one must be a multiple of the other."
         )
-        found.append(Problem(what, option=("steps_per_generation", "gradient_accumulation_steps")))
+        yield Problem(what, option=("steps_per_generation", "gradient_accumulation_steps"))
     own = per_device * steps
     if group >= 2 and own % group:
         of_process = " and process" if world > 1 else ""
@@ -317,8 +323,7 @@ def check_sizes(options: GenerationLossChoices) -> list[Problem]:
         why = "One process generates all completions of a prompt" if world > 1 else ""
         remedy = _nearest_multiples(own, group)
         names = ("num_generations", "per_device_train_batch_size")
-        found.append(Problem(what, why=why, remedy=remedy, option=names))
-    return found
+        yield Problem(what, why=why, remedy=remedy, option=names)
 
 
 def _nearest_multiples(number: int, factor: int) -> str:
@@ -326,44 +331,40 @@ def _nearest_multiples(number: int, factor: int) -> str:
     return f"Nearest: {', '.join(map(str, near))}."
 
 
-def check_loss(options: GenerationLossChoices) -> list[Problem]:
-    found = []
+def check_loss(options: GenerationLossChoices) -> Iterator[Problem]:
     if options.temperature == 0:
         what = "with temperature 0, all completions of a prompt are identical and nothing is learned."
-        found.append(Problem(what, remedy="Remove it; the default is 1.", option="temperature"))
+        yield Problem(what, remedy="Remove it; the default is 1.", option="temperature")
     if options.stage != "rloo" and options.rl_loss_type == "cispo" and options.epsilon_high is None:
         what = OptionText("{rl_loss_type} cispo requires {epsilon_high}, the maximum probability ratio.")
-        found.append(Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",)))
+        yield Problem(what, remedy="The paper uses epsilon_high: 5.0.", option=("rl_loss_type",))
     if options.entropy_coef_min > options.entropy_coef_max:
         low, high = options.entropy_coef_min, options.entropy_coef_max
         what = f"entropy_coef_min {low:g} is above entropy_coef_max {high:g}."
-        found.append(Problem(what, option=("entropy_coef_min", "entropy_coef_max")))
+        yield Problem(what, option=("entropy_coef_min", "entropy_coef_max"))
     if options.sync_ref_model and not options.rl_beta:
         what = OptionText("{rl_beta} is 0: there is no reference model to update.")
         remedy = OptionText("Set {rl_beta}, or remove {sync_ref_model}.")
-        found.append(Problem(what, remedy=remedy, option=("sync_ref_model", "rl_beta")))
+        yield Problem(what, remedy=remedy, option=("sync_ref_model", "rl_beta"))
     bounds = options.reward_clip_range
     if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
         what = f"reward_clip_range must be a lower and an upper bound. Received: {bounds}."
-        found.append(Problem(what, option="reward_clip_range"))
-    return found
+        yield Problem(what, option="reward_clip_range")
 
 
-def _generation_problems(options: RolloutStageChoices) -> list[Problem]:
-    found = []
+def _generation_problems(options: RolloutStageChoices) -> Iterator[Problem]:
     if options.infer_backend in _OTHER_ENGINES:
         what = f'"infer_backend" {options.infer_backend} is not supported with stage: {options.stage}.'
         remedy = "Remove infer_backend: completions are generated in the training process."
-        found = [Problem(what, remedy=remedy, option="infer_backend")]
+        yield Problem(what, remedy=remedy, option="infer_backend")
     if options.streaming:
         why = "random numbers depend on the position of a prompt in its dataset."
         what = f'"streaming" is not supported with stage: {options.stage}: {why}'
-        found.append(Problem(what, remedy="Remove it.", option="streaming"))
-    return found + [
-        Problem(f'"{name}" is not supported with stage: {options.stage}: the model learns from its own completions.',
-                remedy="Remove it.", option=name)
-        for name in _SFT_ONLY_OPTIONS if getattr(options, name)
-    ]  # fmt: skip
+        yield Problem(what, remedy="Remove it.", option="streaming")
+    for name in _SFT_ONLY_OPTIONS:
+        if getattr(options, name):
+            what = f'"{name}" is not supported with stage: {options.stage}: the model learns from its own completions.'
+            yield Problem(what, remedy="Remove it.", option=name)
 
 
 _SAMPLED = "are sampled token by token, and scored as text"
@@ -384,33 +385,32 @@ def _names_of_other_stages(stage: str) -> Iterator[str]:
 
 
 @notes
-def rollout_notes(options: RolloutStageChoices) -> list[str]:
+def rollout_notes(options: RolloutStageChoices) -> Iterator[str]:
     """Notes on options without effect, on what a preset sets, and on a learning rate of another stage."""
     changed = changed_options(options)
     names = [*_names_of_other_stages(options.stage)]
     names += [] if draws_completions(options.stage) else RolloutOptions.__dataclass_fields__
-    found: list[str] = [f'"{name}" has no effect: stage is {options.stage}.' for name in names if name in changed]
+    yield from (f'"{name}" has no effect: stage is {options.stage}.' for name in names if name in changed)
     if not draws_completions(options.stage):
-        return found
-    found += [
+        return
+    yield from (
         f'"{name}" has no effect: completions of stage: {options.stage} {why}.'
         for name, why in _UNREAD_GENERATION.items()
         if name in changed and name not in _READ_BY_PPO * (options.stage == "ppo")
-    ]
-    found += [
+    )
+    yield from (
         OptionText(f'"{{{name}}}" has no effect: {{}}.', why)
         for name, why in without_effect(options).items()
         if name in changed
-    ]
+    )
     if preset := preset_of(options.stage, options.rl_preset):
-        found.append(f"rl_preset {options.rl_preset} {preset_in_words(options, preset)}.")
+        yield f"rl_preset {options.rl_preset} {preset_in_words(options, preset)}."
     usual, most = ("1e-6 to 5e-6", 2e-5) if options.finetuning_type == "full" else ("1e-5 to 1e-4", 5e-4)
     if options.learning_rate >= most:
-        found.append(
+        yield (
             f"learning_rate {options.learning_rate:g} is high for reinforcement learning (typically {usual}); the "
             "model may degenerate."
         )
-    return found
 
 
 def without_effect(options: GenerationLossChoices) -> Mapping[str, str]:

@@ -106,7 +106,7 @@ class PromptObjective(AnswersObjective):
         if self.passed_arguments is None:
             return []
         columns = {name for row in islice(rows, 100) for name in json.loads(row["record"])["columns"]}
-        return missing_columns(self.functions, columns, source, self.passed_arguments)
+        return list(missing_columns(self.functions, columns, source, self.passed_arguments))
 
     def sequence_title(self, row: Row, name: str) -> str:
         return f"the prompt, {self.choices.num_generations} completions; "

@@ -5,7 +5,7 @@ All errors in the user's input are reported here or earlier. ``explain`` ends af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -131,7 +131,7 @@ def prepare(plan: Plan) -> Prepared:
     notes += objective.inspect(sample, steps.rows_per_step) if trains(options) else []
     # Predictions leave prompts without room for a response unanswered.
     seen_by_loss = [] if only_generates(options) else [sample, *eval_rows.values()]
-    problems = check_lengths(seen_by_loss, config, options) + check_schedule(options, steps.schedule_steps)
+    problems = [*check_lengths(seen_by_loss, config, options), *check_schedule(options, steps.schedule_steps)]
     for name, some in eval_rows.items():
         problems += objective.inspect_columns(some, f"The evaluation dataset {name}".rstrip())
     problems += spike_problems(options, objective.inner_steps)
@@ -220,8 +220,8 @@ def evaluation_rows(
     return pack_rows(rows, options, objective.default_packing, options.cutoff_len, is_eval=True)
 
 
-def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> list[Problem]:
-    """Return problems of rows that exceed the model's context or the token budget of a micro-batch."""
+def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions) -> Iterator[Problem]:
+    """Yield problems of rows that exceed the model's context or the token budget of a micro-batch."""
     longest = max((length for rows in sets for length in rows.sequence_lengths), default=0)
     largest = max((length for rows in sets for length in rows.lengths), default=0)
     context, new = context_length(config), options.max_completion_length
@@ -229,8 +229,10 @@ def check_lengths(sets: Sequence[RowSet[Row]], config: Any, options: RunOptions)
     if OBJECTIVES[options.stage].records == "prompts" and context and shortest + new > context:
         what = f"The shortest prompt has {shortest:,} tokens; with max_completion_length {new:,} the context of "
         what += f"{context:,} is exceeded."
-        return [Problem(what, remedy="Lower max_completion_length.", option="max_completion_length")]
-    return check_context(config, longest) + check_budget(options.max_tokens_per_batch, largest)
+        yield Problem(what, remedy="Lower max_completion_length.", option="max_completion_length")
+        return
+    yield from check_context(config, longest)
+    yield from check_budget(options.max_tokens_per_batch, largest)
 
 
 def encode(

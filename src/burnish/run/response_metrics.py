@@ -13,7 +13,7 @@ that scores are comparable: means over the responses, in percent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Protocol, TypeAlias
@@ -68,22 +68,22 @@ def check_metrics(options: MetricChoices) -> list[Problem]:
 
 
 @notes
-def metric_notes(options: MetricChoices) -> list[str]:
-    """Return a note on the default metrics whose libraries are not installed."""
+def metric_notes(options: MetricChoices) -> Iterator[str]:
+    """Yield a note on the default metrics whose libraries are not installed."""
     if not computes_metrics(options):
-        return []
+        return
     lacking = {
         name: missing
         for name in options.predict_metrics if name in METRICS and (missing := _missing_libraries(METRICS.get(name)))
     }  # fmt: skip
     if not lacking:
-        return []
+        return
     needed = ", ".join(dict.fromkeys(library for libraries in lacking.values() for library in libraries))
     metrics = ", ".join(lacking)
-    return [
+    yield (
         f"Metrics that require libraries that are not installed ({needed}): {metrics}. Install them with: "
         f"{install_command('metrics')}"
-    ]
+    )
 
 
 def computes_metrics(options: MetricChoices) -> bool:

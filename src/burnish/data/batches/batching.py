@@ -61,26 +61,20 @@ class BatchingOptions:
 
 
 @check
-def check_batching(options: BatchingOptions) -> list[Problem]:
-    problems = []
+def check_batching(options: BatchingOptions) -> Iterator[Problem]:
     if not options.ignore_pad_token_for_loss and options.padding_free:
         what = '"ignore_pad_token_for_loss": false requires padding, but padding_free batches have none.'
-        problems.append(
-            Problem(
-                what,
-                remedy="Set padding_free: false as well, or remove ignore_pad_token_for_loss.",
-                option=("ignore_pad_token_for_loss", "padding_free"),
-            )
+        yield Problem(
+            what,
+            remedy="Set padding_free: false as well, or remove ignore_pad_token_for_loss.",
+            option=("ignore_pad_token_for_loss", "padding_free"),
         )
     if options.neat_packing and options.packing is False:
-        problems.append(
-            Problem(
-                '"neat_packing": true and "packing": false cannot be combined.',
-                remedy="Remove one of them.",
-                option=("neat_packing", "packing"),
-            )
+        yield Problem(
+            '"neat_packing": true and "packing": false cannot be combined.',
+            remedy="Remove one of them.",
+            option=("neat_packing", "packing"),
         )
-    return problems
 
 
 class PackingChoices(BatchingOptions, DataOptions):

@@ -7,7 +7,7 @@ share a micro-batch, a long row has its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from burnish.config.errors import Problem
@@ -62,15 +62,13 @@ class Budget:
         return parts
 
 
-def check_budget(max_tokens: int | None, longest: int) -> list[Problem]:
-    """Return a problem if the longest row or pack exceeds the budget, because rows are never split."""
+def check_budget(max_tokens: int | None, longest: int) -> Iterator[Problem]:
+    """Yield a problem if the longest row or pack exceeds the budget, because rows are never split."""
     if max_tokens is None or longest <= max_tokens:
-        return []
+        return
     what = f'"max_tokens_per_batch" ({max_tokens:,}) is smaller than the longest example ({longest:,} tokens).'
-    return [
-        Problem(
-            what,
-            remedy=f"Set max_tokens_per_batch to at least {longest}, or reduce cutoff_len.",
-            option="max_tokens_per_batch",
-        )
-    ]
+    yield Problem(
+        what,
+        remedy=f"Set max_tokens_per_batch to at least {longest}, or reduce cutoff_len.",
+        option="max_tokens_per_batch",
+    )

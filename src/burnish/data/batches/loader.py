@@ -71,16 +71,18 @@ class ReadAheadChoices(LoaderOptions, DataOptions):
 
 
 @notes
-def loader_notes(options: ReadAheadChoices) -> list[str]:
-    """Return notes on options that have no effect or are reduced."""
+def loader_notes(options: ReadAheadChoices) -> Iterator[str]:
+    """Yield notes on options that have no effect or are reduced."""
     requested, cores = options.dataloader_num_workers, os.cpu_count() or 1
     if options.dataloader_prefetch_factor is not None and not requested:
-        return ['"dataloader_prefetch_factor" has no effect without dataloader_num_workers.']
+        yield '"dataloader_prefetch_factor" has no effect without dataloader_num_workers.'
+        return
     if options.streaming and requested:
-        return ['"dataloader_num_workers" has no effect when streaming: the main process tokenizes and collates.']
+        yield '"dataloader_num_workers" has no effect when streaming: the main process tokenizes and collates.'
+        return
     if requested <= cores:
-        return []
-    return [f'"dataloader_num_workers" is reduced from {requested} to {cores}, the number of CPU cores.']
+        return
+    yield f'"dataloader_num_workers" is reduced from {requested} to {cores}, the number of CPU cores.'
 
 
 @dataclass(frozen=True)

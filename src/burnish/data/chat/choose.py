@@ -11,6 +11,7 @@ unknown template, or one whose control tokens the tokenizer lacks, is an error b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -80,25 +81,23 @@ class NamedTemplate(TemplateChoices, Protocol):
 
 
 @check
-def check_template(options: NamedTemplate) -> list[Problem]:
-    """Return the problems of the options that can be found without a tokenizer."""
+def check_template(options: NamedTemplate) -> Iterator[Problem]:
+    """Yield the problems of the options that can be found without a tokenizer."""
     try:
         spec = _named_spec(options.template)
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     if spec is not None and spec.efficient_eos and options.train_on_prompt:
         what = (
             f'train_on_prompt is not supported with template "{spec.name}": its turns have no end-of-turn token, so '
             "the model would learn to end a response with the first token of the next turn."
         )
-        return [
-            Problem(
-                what,
-                remedy="Remove train_on_prompt, or use a template with an end-of-turn token.",
-                option="train_on_prompt",
-            )
-        ]
-    return []
+        yield Problem(
+            what,
+            remedy="Remove train_on_prompt, or use a template with an end-of-turn token.",
+            option="train_on_prompt",
+        )
 
 
 def load_template(

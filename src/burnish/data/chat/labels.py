@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, Protocol, TypeAlias
@@ -154,11 +154,10 @@ class LearnOptions:
 
 
 @check
-def check_learning(options: TemplateChoices) -> list[Problem]:
+def check_learning(options: TemplateChoices) -> Iterator[Problem]:
     if options.train_on_prompt and options.mask_history:
         what = "train_on_prompt and mask_history cannot be combined."
-        return [Problem(what, remedy="Remove one of them.", option=("train_on_prompt", "mask_history"))]
-    return []
+        yield Problem(what, remedy="Remove one of them.", option=("train_on_prompt", "mask_history"))
 
 
 @dataclass(frozen=True)

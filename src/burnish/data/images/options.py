@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,17 +97,16 @@ def apply_image_options(processor: Any, config: Any, options: ImageOptions) -> l
 
 
 @check
-def check_images(options: ImageOptions) -> list[Problem]:
+def check_images(options: ImageOptions) -> Iterator[Problem]:
     if options.image_backend == "torchvision" and find_spec("torchvision") is None:
         missing = MissingExtraError("torchvision", "image_backend: torchvision", option="image_backend")
-        return list(missing.problems)
-    found = []
+        yield from list(missing.problems)
+        return
     for kind in ("image", "video"):
         most, least = (getattr(options, f"{kind}_{side}_pixels") for side in ("max", "min"))
         if most < least:
             what = f"{kind}_max_pixels ({most}) is below {kind}_min_pixels ({least})."
-            found.append(Problem(what, remedy="Raise the first or lower the second.", option=(f"{kind}_max_pixels",)))
-    return found
+            yield Problem(what, remedy="Raise the first or lower the second.", option=(f"{kind}_max_pixels",))
 
 
 def limits_of(options: ImageOptions, folders: Sequence[Path] = ()) -> MediaReader:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -62,10 +62,9 @@ def check_liger(options: LigerChoices) -> list[Problem]:
 
 
 @notes
-def liger_notes(options: LigerChoices) -> list[str]:
+def liger_notes(options: LigerChoices) -> Iterator[str]:
     if options.liger_kernel_config and not takes_liger(options, device_of(options)):
-        return ['"liger_kernel_config" has no effect: Liger\'s kernels are not used.']
-    return []
+        yield '"liger_kernel_config" has no effect: Liger\'s kernels are not used.'
 
 
 def liger_problems(device: torch.device) -> list[Problem]:

@@ -19,7 +19,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -77,10 +77,11 @@ def without_bits(options: QuantizedExportOptions) -> list[str]:
 
 
 @notes
-def quantized_export_notes(options: QuantizedExportOptions) -> list[str]:
+def quantized_export_notes(options: QuantizedExportOptions) -> Iterator[str]:
     if options.export_quantization_bit is None:
-        return without_bits(options)
-    return ['"export_quantization_bit" has no effect on training: it is used by burnish export only.']
+        yield from without_bits(options)
+        return
+    yield '"export_quantization_bit" has no effect on training: it is used by burnish export only.'
 
 
 @dataclass(frozen=True)
@@ -106,27 +107,24 @@ class QuantizationJob:
     device: str
 
 
-def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -> list[Problem]:
-    """Return problems that prevent the export of a quantized model. ``shapes`` is the model, possibly without
+def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -> Iterator[Problem]:
+    """Yield problems that prevent the export of a quantized model. ``shapes`` is the model, possibly without
     weights."""
     method, bits = options.export_quantization_method, options.export_quantization_bit
     missing = [name for name in LIBRARY_OF[method] if find_spec(name) is None]
-    problems: list[Problem] = []
     if missing:  # the extra installs all of them
         needed_for = '"export_quantization_bit"'
-        problems += MissingExtraError(missing[0], needed_for, EXTRA, option="export_quantization_bit").problems
+        yield from MissingExtraError(missing[0], needed_for, EXTRA, option="export_quantization_bit").problems
     if method == "awq" and bits != 4:
         what = f'"export_quantization_method" awq supports 4 bits only. Received: "export_quantization_bit" {bits}.'
-        problems.append(
-            Problem(
-                what,
-                remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq.",
-                option=("export_quantization_method", "export_quantization_bit"),
-            )
+        yield Problem(
+            what,
+            remedy="Set export_quantization_bit: 4, or export_quantization_method: gptq.",
+            option=("export_quantization_method", "export_quantization_bit"),
         )
     if not _layers(shapes):  # GPT-2 has none
         what = f"{type(shapes).__name__} has no torch.nn.Linear layers, and only those can be quantized."
-        problems.append(Problem(what, remedy="Remove export_quantization_bit."))
+        yield Problem(what, remedy="Remove export_quantization_bit.")
     inputs = _PACKED_WORD_BITS // math.gcd(_PACKED_WORD_BITS, bits or _PACKED_WORD_BITS)
     outputs = _AWQ_OUTPUTS if method == "awq" else inputs
     for name, layer in _layers(shapes):
@@ -139,9 +137,8 @@ def check_quantized_export(options: QuantizedExportOptions, shapes: nn.Module) -
             other = (
                 ", or export_quantization_method: gptq" if method == "awq" else ", or set export_quantization_bit: 8"
             )
-            problems.append(Problem(what, remedy=f"Remove export_quantization_bit{other}."))
+            yield Problem(what, remedy=f"Remove export_quantization_bit{other}.")
             break
-    return problems
 
 
 def group_of(shapes: nn.Module) -> int:

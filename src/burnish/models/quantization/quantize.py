@@ -13,7 +13,7 @@ neither was tested on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
@@ -60,47 +60,37 @@ class QuantizationChoices(ModelOptions, QuantizationOptions):
 
 
 @check
-def check_quantization(options: QuantizationChoices) -> list[Problem]:
+def check_quantization(options: QuantizationChoices) -> Iterator[Problem]:
     if options.quantization_bit is None:
-        return []
-    problems: list[Problem] = []
+        return
     if find_spec("bitsandbytes") is None:
-        problems += MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA, option="quantization_bit").problems
+        yield from MissingExtraError("bitsandbytes", '"quantization_bit"', EXTRA, option="quantization_bit").problems
     if options.finetuning_type in ("full", "freeze"):
         what = (
             f'"quantization_bit" {options.quantization_bit} makes the weights untrainable, but '
             f'"finetuning_type" is {options.finetuning_type}.'
         )
-        problems.append(
-            Problem(
-                what,
-                remedy="Set finetuning_type: lora, or remove quantization_bit.",
-                option=("quantization_bit", "finetuning_type"),
-            )
+        yield Problem(
+            what,
+            remedy="Set finetuning_type: lora, or remove quantization_bit.",
+            option=("quantization_bit", "finetuning_type"),
         )
     folders = options.adapter_name_or_path or []
     if len(folders) > 1 or (folders and options.create_new_adapter):
-        problems.append(
-            Problem(
-                '"adapter_name_or_path" names adapters that would be merged into a base model with '
-                f'"quantization_bit" {options.quantization_bit}: rounding would discard the update.',
-                remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
-                option=("adapter_name_or_path", "quantization_bit"),
-            )
+        yield Problem(
+            '"adapter_name_or_path" names adapters that would be merged into a base model with '
+            f'"quantization_bit" {options.quantization_bit}: rounding would discard the update.',
+            remedy="Merge them first: burnish export without quantization_bit. Then train on top of that model.",
+            option=("adapter_name_or_path", "quantization_bit"),
         )
     if options.pissa_init:
         what = '"pissa_init" decomposes the base weights and cannot be combined with "quantization_bit".'
-        problems.append(
-            Problem(what, remedy="Remove pissa_init or quantization_bit.", option=("pissa_init", "quantization_bit"))
-        )
+        yield Problem(what, remedy="Remove pissa_init or quantization_bit.", option=("pissa_init", "quantization_bit"))
     if options.train_from_scratch:
-        problems.append(
-            Problem(
-                '"quantization_bit" and "train_from_scratch" cannot be combined: random weights must be trained.',
-                option=("quantization_bit", "train_from_scratch"),
-            )
+        yield Problem(
+            '"quantization_bit" and "train_from_scratch" cannot be combined: random weights must be trained.',
+            option=("quantization_bit", "train_from_scratch"),
         )
-    return problems
 
 
 @notes
@@ -209,38 +199,32 @@ def quantization_of(options: QuantizationOptions, config: Any) -> str:
     return f"{options.quantization_bit} bits" if options.quantization_bit else quantization_method_of(config)
 
 
-def check_quantized_files(options: ModelOptions, config: Any, names: ModelNames = TRAINED_MODEL) -> list[Problem]:
-    """Return problems that prevent loading a model with quantized files."""
+def check_quantized_files(options: ModelOptions, config: Any, names: ModelNames = TRAINED_MODEL) -> Iterator[Problem]:
+    """Yield problems that prevent loading a model with quantized files."""
     method = quantization_method_of(config)
     if not method:
-        return []
+        return
     where = str(options.model_name_or_path)
     missing = [name for name in LIBRARY_OF.get(method, ()) if find_spec(name) is None]
-    problems = []
     if missing:
-        problems.append(
-            Problem(
-                f"its weights are quantized with {method}, which requires the library {' and '.join(missing)}.",
-                where=where,
-                remedy=f"Install it with: pip install {' '.join(missing)}; or use the unquantized model.",
-            )
+        yield Problem(
+            f"its weights are quantized with {method}, which requires the library {' and '.join(missing)}.",
+            where=where,
+            remedy=f"Install it with: pip install {' '.join(missing)}; or use the unquantized model.",
         )
     trained = getattr(options, "finetuning_type", "lora")
     if names.is_trained and trained in ("full", "freeze"):
         what = f'its weights are quantized with {method} and cannot be trained; "finetuning_type" is {trained}.'
-        problems.append(
-            Problem(
-                what,
-                where=where,
-                remedy="Set finetuning_type: lora, or use the unquantized model.",
-                option="finetuning_type",
-            )
+        yield Problem(
+            what,
+            where=where,
+            remedy="Set finetuning_type: lora, or use the unquantized model.",
+            option="finetuning_type",
         )
     if getattr(options, "quantization_bit", None) is not None:
         what = f'its weights are quantized already ({method}), so "{names.quantization}" cannot quantize them.'
         remedy = f"Remove {names.quantization}."
-        problems.append(Problem(what, where=where, remedy=remedy, option=names.quantization))
-    return problems
+        yield Problem(what, where=where, remedy=remedy, option=names.quantization)
 
 
 UNTOUCHED = Reason("4-bit layer", "evaluation does not change its weights")

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -126,8 +126,8 @@ def with_unique_names(functions: Iterable[RewardFunction]) -> list[RewardFunctio
 
 def missing_columns(
     functions: Iterable[RewardFunction], columns: Iterable[str], source: str, passed: Container[str] = ()
-) -> list[Problem]:
-    """Return a problem for each function that requires a column that the records do not have, or another argument that
+) -> Iterator[Problem]:
+    """Yield a problem for each function that requires a column that the records do not have, or another argument that
     is not passed.
 
     Args:
@@ -135,7 +135,6 @@ def missing_columns(
         passed: arguments that are passed besides the columns and those of every run: ``trainer_state``, ...
     """
     known = sorted(columns)
-    found = []
     for function in functions:
         missing = sorted(name for name in function.required.difference(known, _TRAINER_ONLY_ARGUMENTS))
         if missing:
@@ -144,12 +143,11 @@ def missing_columns(
             remedy = f"Add it (in YAML, {renaming} renames a column), or give the parameter a default value."
             there = ", ".join(known) or "no other columns"
             what = f'{function.name} requires the column "{missing[0]}". {source} has: {there}.'
-            found.append(Problem(what, remedy=remedy, option="reward_funcs"))
+            yield Problem(what, remedy=remedy, option="reward_funcs")
         for name in sorted(name for name in function.required & _TRAINER_ONLY_ARGUMENTS.keys() if name not in passed):
             what = f'{function.name} requires the argument "{name}", which only {_TRAINER_ONLY_ARGUMENTS[name]} pass.'
             remedy = f"Give the parameter a default value: {name}=None."
-            found.append(Problem(what, remedy=remedy, option="reward_funcs"))
-    return found
+            yield Problem(what, remedy=remedy, option="reward_funcs")
 
 
 # --- one entry --------------------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ def _are_messages(value: Any) -> bool:
 
 def check_conversations(
     tokenizer: Any, name: str, prompts: Iterable[Any], remedy: str = _SAVE_TEMPLATE
-) -> list[Problem]:
-    """Return a problem if a reward model cannot read completions of conversations: its tokenizer has no chat template,
+) -> Iterator[Problem]:
+    """Yield a problem if a reward model cannot read completions of conversations: its tokenizer has no chat template,
     or one that cannot render the first conversation of ``prompts``.
 
     Args:
@@ -149,14 +149,15 @@ def check_conversations(
     """
     prompt = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
     if prompt is None:
-        return []
+        return
     if not tokenizer.chat_template:
-        return [_no_template(name, remedy)]
+        yield _no_template(name, remedy)
+        return
     try:
         _conversation_texts(tokenizer, name, [(prompt, [{"role": "assistant", "content": "Yes."}])])
     except UserError as error:
-        return list(error.problems)
-    return []
+        yield from error.problems
+        return
 
 
 def _no_template(name: str, remedy: str = _SAVE_TEMPLATE) -> Problem:

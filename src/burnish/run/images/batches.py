@@ -43,20 +43,19 @@ def has_images(prepared: Prepared) -> bool:
     return any(rows.has_images for rows in (prepared.rows, *prepared.eval_rows.values()))
 
 
-def check_processes(model: Any, world_size: int, shards_weights: bool) -> list[Problem]:
-    """Return problems of images with several processes.
+def check_processes(model: Any, world_size: int, shards_weights: bool) -> Iterator[Problem]:
+    """Yield problems of images with several processes.
 
     Args:
         model: the model that is trained.
         shards_weights: whether weights are sharded over processes.
     """
     if not must_run_together(model, world_size, shards_weights):
-        return []
+        return
     if ImageLayout.of(model.config).crosses:
         name = type(unwrap_peft(model)).__name__
         what = f"{name} does not support images with several processes if weights are sharded or its tower is trained."
-        return [Problem(what, why=_WAITING_REASON, remedy="Use DDP and freeze_vision_tower: true.")]
-    return []
+        yield Problem(what, why=_WAITING_REASON, remedy="Use DDP and freeze_vision_tower: true.")
 
 
 _WAITING_REASON = (
@@ -137,23 +136,21 @@ def collator_of(
     return RowCollator(images, images.collate, prepared, left_out), capabilities
 
 
-def _check_single_rows(options: RunOptions, model: Any) -> list[Problem]:
-    """Return problems of a model that needs one row per batch because rows with images influence each other."""
+def _check_single_rows(options: RunOptions, model: Any) -> Iterator[Problem]:
+    """Yield problems of a model that needs one row per batch because rows with images influence each other."""
     name = type(model).__name__
     what = f"{name} cannot keep examples with images in the same batch independent, even in a padded batch."
-    problems = []
     if options.stage != "sft":
         why = f"A batch of stage {options.stage} has several sequences for each example."
-        problems.append(
-            Problem(what, why=why, remedy="Set stage: sft, or use a different model, such as Qwen2-VL.", option="stage")
+        yield Problem(
+            what, why=why, remedy="Set stage: sft, or use a different model, such as Qwen2-VL.", option="stage"
         )
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         if getattr(options, name) != 1:
-            problems.append(Problem(what, remedy=f"Set {name}: 1.", option=name))
+            yield Problem(what, remedy=f"Set {name}: 1.", option=name)
     for name in ("packing", "max_tokens_per_batch"):
         if getattr(options, name, None):
-            problems.append(Problem(what, remedy=f"Remove {name}.", option=name))
-    return problems
+            yield Problem(what, remedy=f"Remove {name}.", option=name)
 
 
 def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:

@@ -5,7 +5,7 @@ They are registered with ``@check`` (``config/checks.py``), like those of the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,68 +45,62 @@ def evaluates(options: RunOptions) -> bool:
 
 
 @check
-def check_something_to_do(options: RunOptions) -> list[Problem]:
+def check_something_to_do(options: RunOptions) -> Iterator[Problem]:
     if trains(options) or options.do_eval or options.do_predict:
-        return []
-    return [
-        Problem(
-            "There is nothing to do: do_train, do_eval and do_predict are all false.",
-            remedy="Remove do_train: false to train.",
-            option=("do_train", "do_eval", "do_predict"),
-        )
-    ]
+        return
+    yield Problem(
+        "There is nothing to do: do_train, do_eval and do_predict are all false.",
+        remedy="Remove do_train: false to train.",
+        option=("do_train", "do_eval", "do_predict"),
+    )
 
 
 @check
-def check_generates_here(options: RunOptions) -> list[Problem]:
+def check_generates_here(options: RunOptions) -> Iterator[Problem]:
     """Check that responses to a dataset are not requested from another engine."""
     if not (is_remote(options) and (options.do_eval or options.do_predict)):
-        return []
+        return
     name = "infer_backend" if options.infer_url is None else "infer_url"
     what = f'"{name}" is not supported for predictions on a dataset: responses are generated in this process.'
-    return [Problem(what, remedy=f"Remove {name}, or use it with burnish api or burnish chat.", option=name)]
+    yield Problem(what, remedy=f"Remove {name}, or use it with burnish api or burnish chat.", option=name)
 
 
 @check
-def check_evaluation_set(options: RunOptions) -> list[Problem]:
+def check_evaluation_set(options: RunOptions) -> Iterator[Problem]:
     """Check that a run that evaluates or predicts has an evaluation set."""
     requested = {"eval_strategy": options.eval_strategy} if options.eval_strategy != "no" else {}
     requested |= {name: "true" for name in ("do_eval", "do_predict", "eval_on_start") if getattr(options, name)}
     if not requested or options.eval_dataset or options.val_size > 0:
-        return []
+        return
     settings = " and ".join(f"{name}: {value}" for name, value in requested.items())
-    return [
-        Problem(
-            f"{settings} {'requires' if len(requested) == 1 else 'require'} an evaluation dataset, but none is set.",
-            remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
-            option=tuple(requested),
-        )
-    ]
+    yield Problem(
+        f"{settings} {'requires' if len(requested) == 1 else 'require'} an evaluation dataset, but none is set.",
+        remedy="Set eval_dataset: <name>, or val_size: 0.1 to hold out 10% of the training data.",
+        option=tuple(requested),
+    )
 
 
 @check
-def check_full_eval(options: RunOptions) -> list[Problem]:
+def check_full_eval(options: RunOptions) -> Iterator[Problem]:
     """Check that weights that are converted for an evaluation are not sharded."""
     names = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(options, name)]
     if not names or parallel_name(options) not in ("fsdp", "deepspeed"):
-        return []
+        return
     what = f'"{names[0]}" is not supported with sharded weights (fsdp, deepspeed).'
-    return [Problem(what, remedy="Remove it.", option=names[0])]
+    yield Problem(what, remedy="Remove it.", option=names[0])
 
 
 @check
-def check_schedule_by_metric(options: RunOptions) -> list[Problem]:
+def check_schedule_by_metric(options: RunOptions) -> Iterator[Problem]:
     """Check that a schedule that follows a metric has evaluations to follow."""
     if options.lr_scheduler_type not in FOLLOWS_METRIC or options.eval_strategy != "no" or not trains(options):
-        return []
-    return [
-        Problem(
-            f'"lr_scheduler_type" {options.lr_scheduler_type} changes the learning rate after evaluations, but '
-            "eval_strategy is no.",
-            option=("lr_scheduler_type", "eval_strategy"),
-            remedy="Set eval_strategy: steps or epoch, with eval_dataset or val_size, or select another schedule.",
-        )
-    ]
+        return
+    yield Problem(
+        f'"lr_scheduler_type" {options.lr_scheduler_type} changes the learning rate after evaluations, but '
+        "eval_strategy is no.",
+        option=("lr_scheduler_type", "eval_strategy"),
+        remedy="Set eval_strategy: steps or epoch, with eval_dataset or val_size, or select another schedule.",
+    )
 
 
 @notes
@@ -127,25 +121,23 @@ def schedule_by_metric_notes(options: RunOptions) -> list[str]:
 
 
 @notes
-def interval_notes(options: RunOptions) -> list[str]:
-    """Return notes on intervals in steps whose strategy does not use them, and on a warmup that is set twice."""
+def interval_notes(options: RunOptions) -> Iterator[str]:
+    """Yield notes on intervals in steps whose strategy does not use them, and on a warmup that is set twice."""
     changed = changed_options(options)
     used = {
         "logging_steps": "steps" in (options.logging_strategy, options.eval_strategy),
         "eval_steps": options.eval_strategy == "steps",
         "save_steps": options.save_strategy == "steps",
     }
-    found = []
     for name, is_used in used.items():
         if name in changed and not is_used and trains(options):
             strategy = name.replace("_steps", "_strategy")
-            found.append(f'"{name}" has no effect: {strategy} is {getattr(options, strategy)}.')
+            yield f'"{name}" has no effect: {strategy} is {getattr(options, strategy)}.'
     if options.warmup_ratio and options.warmup_steps:
-        found.append('"warmup_ratio" has no effect: warmup_steps is set.')
+        yield '"warmup_ratio" has no effect: warmup_steps is set.'
     if len(options.dataset or ()) == 1:
         names = [name for name in ("mix_strategy", "interleave_probs") if name in changed]
-        found += [f'"{name}" has no effect on a single dataset.' for name in names]
-    return found
+        yield from (f'"{name}" has no effect on a single dataset.' for name in names)
 
 
 @notes
@@ -159,38 +151,33 @@ def evaluation_notes(options: RunOptions) -> list[str]:
 
 
 @notes
-def no_training_notes(options: RunOptions) -> list[str]:
-    """Return a note if do_eval or do_predict is set without do_train, so that nothing is trained."""
+def no_training_notes(options: RunOptions) -> Iterator[str]:
+    """Yield a note if do_eval or do_predict is set without do_train, so that nothing is trained."""
     if options.do_train is not None or trains(options) or not options.dataset:
-        return []
+        return
     name = "do_eval" if options.do_eval else "do_predict"
-    return [f"Nothing is trained, because {name} is set and do_train is not. To train as well, set do_train: true."]
+    yield f"Nothing is trained, because {name} is set and do_train is not. To train as well, set do_train: true."
 
 
 @check
-def check_flash_attention(options: RunOptions) -> list[Problem]:
+def check_flash_attention(options: RunOptions) -> Iterator[Problem]:
     """Check that flash attention has a GPU and a 16-bit compute dtype."""
     name, device = requested_attention(options), device_of(options)
     if not is_flash(name):
-        return []
+        return
     setting = f"attn_implementation: {name}" if options.attn_implementation else f"flash_attn: {options.flash_attn}"
     if device.type == "cpu":
-        return [
-            Problem(
-                f"{setting} requires a GPU, but this run uses the CPU.",
-                remedy="Remove it.",
-                option="attn_implementation" if options.attn_implementation else "flash_attn",
-            )
-        ]
-    if options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
-        return [
-            Problem(
-                f"{setting} requires float16 or bfloat16, but this run computes in float32.",
-                remedy="Set bf16: true.",
-                option="attn_implementation" if options.attn_implementation else "flash_attn",
-            )
-        ]
-    return []
+        yield Problem(
+            f"{setting} requires a GPU, but this run uses the CPU.",
+            remedy="Remove it.",
+            option="attn_implementation" if options.attn_implementation else "flash_attn",
+        )
+    elif options.finetuning_type == "full" and not options.pure_bf16 and autocast_dtype(options, device) is None:
+        yield Problem(
+            f"{setting} requires float16 or bfloat16, but this run computes in float32.",
+            remedy="Set bf16: true.",
+            option="attn_implementation" if options.attn_implementation else "flash_attn",
+        )
 
 
 SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
@@ -198,91 +185,78 @@ SHARDABLE = ("adamw_torch_fused", "adamw_torch", "sgd", "rmsprop")
 
 
 @check
-def check_sharded(options: RunOptions) -> list[Problem]:
-    """Return problems of options that cannot be combined with sharded weights."""
+def check_sharded(options: RunOptions) -> Iterator[Problem]:
+    """Yield problems of options that cannot be combined with sharded weights."""
     engine = parallel_name(options)
     if engine not in ("fsdp", "deepspeed"):
-        return []
-    problems = []
+        return
     optimizer = OPTIMIZERS.choose(options.optim, options).name
     if trains(options) and optimizer not in SHARDABLE:
-        problems.append(
-            Problem(
-                f'The optimizer {optimizer} requires unsharded weights, but "{engine}" shards them across processes.',
-                remedy=f"Set optim to one of {', '.join(SHARDABLE)}, or remove {engine} to use data parallelism.",
-                option=(engine, "optim"),
-            )
+        yield Problem(
+            f'The optimizer {optimizer} requires unsharded weights, but "{engine}" shards them across processes.',
+            remedy=f"Set optim to one of {', '.join(SHARDABLE)}, or remove {engine} to use data parallelism.",
+            option=(engine, "optim"),
         )
     if options.quantization_bit is not None and engine == "deepspeed" and zero_stage(options) == 3:
-        problems.append(
-            Problem(
-                '"quantization_bit" cannot be combined with ZeRO-3.',
-                remedy="Set deepspeed: zero2, or use fsdp: full_shard.",
-                option="quantization_bit",
-            )
+        yield Problem(
+            '"quantization_bit" cannot be combined with ZeRO-3.',
+            remedy="Set deepspeed: zero2, or use fsdp: full_shard.",
+            option="quantization_bit",
         )
     if options.torch_compile:
-        problems.append(
-            Problem(
-                f'"torch_compile" with "{engine}" is untested and not supported.',
-                remedy="Remove torch_compile.",
-                option="torch_compile",
-            )
+        yield Problem(
+            f'"torch_compile" with "{engine}" is untested and not supported.',
+            remedy="Remove torch_compile.",
+            option="torch_compile",
         )
-    return problems
 
 
 @check
-def check_best_model(options: RunOptions) -> list[Problem]:
+def check_best_model(options: RunOptions) -> Iterator[Problem]:
     """Check that the run evaluates whenever it saves; otherwise the best model could not be determined."""
     if not options.load_best_model_at_end and options.save_strategy != "best":
-        return []
+        return
     cause = "load_best_model_at_end" if options.load_best_model_at_end else "save_strategy: best"
     concerned = (cause.partition(":")[0], "eval_strategy", "save_strategy")
     if options.eval_strategy == "no":
-        return [
-            Problem(
-                f"{cause} requires evaluation, but eval_strategy is no.",
-                remedy=f"Set eval_strategy: steps with eval_dataset or val_size, or remove {cause}.",
-                option=concerned,
-            )
-        ]
+        yield Problem(
+            f"{cause} requires evaluation, but eval_strategy is no.",
+            remedy=f"Set eval_strategy: steps with eval_dataset or val_size, or remove {cause}.",
+            option=concerned,
+        )
+        return
     if options.save_strategy not in ("best", options.eval_strategy):
-        return [
-            Problem(
-                f"{cause} requires eval_strategy and save_strategy to match. "
-                f"Received: eval_strategy {options.eval_strategy}, save_strategy {options.save_strategy}.",
-                remedy=f"Set save_strategy: {options.eval_strategy}.",
-                option=concerned,
-            )
-        ]
-    return _check_evaluation_at_checkpoints(options, cause)
+        yield Problem(
+            f"{cause} requires eval_strategy and save_strategy to match. "
+            f"Received: eval_strategy {options.eval_strategy}, save_strategy {options.save_strategy}.",
+            remedy=f"Set save_strategy: {options.eval_strategy}.",
+            option=concerned,
+        )
+        return
+    yield from _check_evaluation_at_checkpoints(options, cause)
 
 
-def _check_evaluation_at_checkpoints(options: RunOptions, cause: str) -> list[Problem]:
+def _check_evaluation_at_checkpoints(options: RunOptions, cause: str) -> Iterator[Problem]:
     """Check that every checkpoint coincides with an evaluation, if both are set in steps."""
     if options.eval_strategy != "steps" or options.save_strategy != "steps":
-        return []
+        return
     every_eval = options.eval_steps if options.eval_steps is not None else options.logging_steps
     if (every_eval < 1) != (options.save_steps < 1):
-        return [
-            Problem(
-                f"{cause} requires eval_steps and save_steps to be both numbers of steps or both fractions below 1. "
-                f"Received: eval_steps {every_eval:g}, save_steps {options.save_steps:g}.",
-                option=("eval_steps", "save_steps"),
-            )
-        ]
+        yield Problem(
+            f"{cause} requires eval_steps and save_steps to be both numbers of steps or both fractions below 1. "
+            f"Received: eval_steps {every_eval:g}, save_steps {options.save_steps:g}.",
+            option=("eval_steps", "save_steps"),
+        )
+        return
     scale = 1_000_000 if every_eval < 1 else 1
     if round(options.save_steps * scale) % round(every_eval * scale) == 0:
-        return []
-    return [
-        Problem(
-            f"{cause} requires save_steps to be a multiple of eval_steps. "
-            f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
-            remedy=f"Set save_steps: {every_eval:g}.",
-            option=("save_steps", "eval_steps"),
-        )
-    ]
+        return
+    yield Problem(
+        f"{cause} requires save_steps to be a multiple of eval_steps. "
+        f"Received: save_steps {options.save_steps:g}, eval_steps {every_eval:g}.",
+        remedy=f"Set save_steps: {every_eval:g}.",
+        option=("save_steps", "eval_steps"),
+    )
 
 
 @check
@@ -299,8 +273,10 @@ def check_schedule_arguments(options: RunOptions) -> list[Problem]:
     return []
 
 
-def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]) -> list[Problem]:
-    """Return a problem if the metric that the run selects by, or that is set, is one that no evaluation will compute.
+def check_best_model_metric(
+    options: RunOptions, metrics: Sequence[str] | None, sets: Iterable[str]
+) -> Iterator[Problem]:
+    """Yield a problem if the metric that the run selects by, or that is set, is one that no evaluation will compute.
 
     Args:
         options: options of the run.
@@ -311,15 +287,17 @@ def check_best_model_metric(options: RunOptions, metrics: Sequence[str] | None, 
     known = [f"{eval_prefix(each)}_{metric}" for each in sets for metric in (*(metrics or ()), *RATES)]
     is_read = options.metric_for_best_model or (options.eval_strategy != "no" and _depends_on_metric(options))
     if not metrics or not is_read or not known or name in known or not trains(options):
-        return []
+        return
     switch = f"compute_{name.removeprefix('eval_')}"
     problem = missing_metric(name, known)
     if hasattr(options, switch):
-        return [replace(problem, remedy=f"Set {switch}: true.")]
+        yield replace(problem, remedy=f"Set {switch}: true.")
+        return
     of_one_set = [f"{eval_prefix(one)}_{metric}" for one in options.eval_dataset or () for metric in metrics]
     if name in of_one_set and not options.eval_on_each_dataset:
-        return [replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")]
-    return [problem]
+        yield replace(problem, remedy=f"Set eval_on_each_dataset: true. {problem.remedy}")
+        return
+    yield problem
 
 
 def _depends_on_metric(options: RunOptions) -> bool:
@@ -345,28 +323,24 @@ def may_stream(options: RunOptions) -> bool:
 
 
 @check
-def check_streaming(options: RunOptions) -> list[Problem]:
+def check_streaming(options: RunOptions) -> Iterator[Problem]:
     """Check LLaMA-Factory's conditions for streaming, and refuse options that need all rows in advance."""
     if not options.streaming:
-        return []
-    problems = []
+        return
     if options.max_steps <= 0 and trains(options):
-        problems.append(
-            Problem(
-                '"streaming" requires "max_steps".',
-                remedy="For example, set max_steps: 1000.",
-                option=("streaming", "max_steps"),
-            )
+        yield Problem(
+            '"streaming" requires "max_steps".',
+            remedy="For example, set max_steps: 1000.",
+            option=("streaming", "max_steps"),
         )
     if 0 < options.val_size < 1:
         what = f'Expected "val_size" to be a number of examples when streaming. Received: {options.val_size:g}.'
-        problems.append(Problem(what, remedy="For example, set val_size: 100.", option="val_size"))
+        yield Problem(what, remedy="For example, set val_size: 100.", option="val_size")
     if trains(options) and (name := option_that_needs_all_rows(options)):
         stage = f" (stage {options.stage})" if name == "packing" and options.packing is None else ""
         why = "which needs the whole dataset before the first step"
         what = f'"streaming" cannot be combined with {name}{stage}, {why}.'
-        problems.append(Problem(what, remedy="Remove one of them.", option=("streaming", name)))
-    return problems
+        yield Problem(what, remedy="Remove one of them.", option=("streaming", name))
 
 
 @check
@@ -388,24 +362,24 @@ def check_places_of_models(options: RunOptions) -> list[Problem]:
 
 
 @check
-def check_packed_length(options: RunOptions) -> list[Problem]:
+def check_packed_length(options: RunOptions) -> Iterator[Problem]:
     """Check that a pack has a token to predict: the first one of a sequence is never predicted."""
     if options.cutoff_len > 1 or not packs_rows(options, OBJECTIVES[options.stage].default_packing):
-        return []
+        return
     what = f"With cutoff_len: {options.cutoff_len}, packed sequences contain no token to predict."
-    return [Problem(what, remedy="Set cutoff_len: 2 or more.", option=("cutoff_len", "packing"))]
+    yield Problem(what, remedy="Set cutoff_len: 2 or more.", option=("cutoff_len", "packing"))
 
 
 @check
-def check_packed_columns(options: RunOptions) -> list[Problem]:
+def check_packed_columns(options: RunOptions) -> Iterator[Problem]:
     """Check that rows to be packed have no columns other than those with a value per token."""
     objective = OBJECTIVES[options.stage]
     others = sorted(objective.row_columns.keys() - StageObjective.row_columns.keys())
     has_own_check = objective.records in ("pairs", "unpaired", "prompts")
     if has_own_check or not others or not packs_rows(options, objective.default_packing):
-        return []
+        return
     what = f"The rows of stage: {options.stage} cannot be packed, because a pack has no {', '.join(others)}."
-    return [Problem(what, remedy="Remove packing.", option=("packing", "neat_packing"))]
+    yield Problem(what, remedy="Remove packing.", option=("packing", "neat_packing"))
 
 
 def option_that_needs_all_rows(options: RunOptions) -> str:

@@ -68,7 +68,7 @@ def problems_in_files(options: RunOptions) -> list[Problem]:
     from burnish.models.check import check_model
 
     problems = check_model(options, checks_library=False, needs_head=OBJECTIVES[options.stage].uses_lm_head)
-    if check_data(options):  # already reported
+    if any(check_data(options)):  # already reported
         return problems
     try:
         num_records = min(options.max_samples or _NUM_CHECKED_RECORDS, _NUM_CHECKED_RECORDS)

@@ -3,7 +3,7 @@ its cache are checked when they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -30,30 +30,32 @@ def check_other_models(options: RunOptions) -> list[Problem]:
         return list(error.problems)
 
 
-def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row]]) -> list[Problem]:
-    """Return a problem if ``reward_model`` cannot read completions of the prompts: they have images, or they are
+def check_reward_model_template(options: RunOptions, sets: Iterable[Iterable[Row]]) -> Iterator[Problem]:
+    """Yield a problem if ``reward_model`` cannot read completions of the prompts: they have images, or they are
     conversations, and its tokenizer has no chat template that renders them.
 
     Args:
         sets: rows of prompts.
     """
     if options.reward_model is None or not draws_completions(options.stage):
-        return []
+        return
     rows = list(chain.from_iterable(sets))
     if any(row.get("images") for row in rows):
         remedy = "Use reward functions (reward_funcs), or remove the images."
-        return [Problem("Reward models score text, but prompts have images.", remedy=remedy, option="reward_model")]
+        yield Problem("Reward models score text, but prompts have images.", remedy=remedy, option="reward_model")
+        return
     if options.reward_model_type == "api":
-        return []
+        return
     adapters = options.reward_model_adapters or ()
     try:
         folders = reward_model_folders(options.reward_model, adapters, options, _find_folder)
         tokenizer = tokenizer_of_reward_model(options.reward_model, folders, len(adapters))
     except UserError as error:
-        return list(error.problems)
+        yield from error.problems
+        return
     if tokenizer is None:
-        return []
-    return check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(rows))
+        return
+    yield from check_conversations(tokenizer, Path(options.reward_model).name, prompts_of(rows))
 
 
 def check_reference_vocabulary(options: RunOptions, config: Any) -> list[Problem]:

@@ -330,19 +330,17 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
-def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> list[Problem]:
-    """Return a problem if the disk is too small for the model and the checkpoints."""
+def check_disk(options: RunOptions, config: Any, sizes: Sizes, formats: Formats, steps: StepPlan) -> Iterator[Problem]:
+    """Yield a problem if the disk is too small for the model and the checkpoints."""
     needed, free = disk_of(options, config, sizes, formats, steps), free_disk(output_folder(options))
     if needed <= free:
-        return []
+        return
     num_checkpoints = _checkpoints_kept(options, steps)
     more = f", {format_count(num_checkpoints, 'checkpoint')} and one being written" if num_checkpoints else ""
-    return [
-        Problem(
-            f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '
-            f"The run needs about {shown_bytes(needed)} for the model{more}.",
-            remedy="Free some space, set output_dir to a folder on another disk"
-            + (", or set save_total_limit: 1 or save_only_model: true." if num_checkpoints else "."),
-            option="output_dir",
-        )
-    ]
+    yield Problem(
+        f'Not enough disk space in output_dir "{options.output_dir}": {shown_bytes(free)} free. '
+        f"The run needs about {shown_bytes(needed)} for the model{more}.",
+        remedy="Free some space, set output_dir to a folder on another disk"
+        + (", or set save_total_limit: 1 or save_only_model: true." if num_checkpoints else "."),
+        option="output_dir",
+    )

@@ -7,7 +7,7 @@ versions without meaning are refused with a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -107,8 +107,8 @@ class PreferenceConfig(TrlArguments):
         value = getattr(self, name)
         return getattr(value, "value", value)
 
-    def _contradictions(self, choices: Choices) -> list[Problem]:
-        return []
+    def _contradictions(self, choices: Choices) -> Iterable[Problem]:
+        return ()
 
     def with_own_names(self, problems: Iterable[Problem]) -> list[Problem]:
         names = self._field_names()
@@ -134,7 +134,7 @@ class WithReference(PrecomputeFields, ReferenceSyncFields, PreferenceConfig):
         0.1, "β of the preference loss. A larger β keeps the policy closer to the reference model.", gt=0
     )
 
-    def _contradictions(self, choices: Choices) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> Iterable[Problem]:
         return check_reference(choices, streams=False)
 
 
@@ -153,7 +153,7 @@ class DPOConfig(DpoFields, WithReference):
         self.loss_type = [loss_type] if isinstance(loss_type, str) else loss_type
         super().__post_init__()
 
-    def _contradictions(self, choices: Choices) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> Iterable[Problem]:
         return [*super()._contradictions(choices), *check_pairs(choices)]
 
     def notes(self) -> list[str]:
@@ -179,12 +179,11 @@ class KTOConfig(KtoFields, WithReference):
     desirable_weight: float = option(1.0, "Loss weight of desirable examples.", ge=0)
     undesirable_weight: float = option(1.0, "Loss weight of undesirable examples.", ge=0)
 
-    def _contradictions(self, choices: Choices) -> list[Problem]:
-        problems = super()._contradictions(choices)
+    def _contradictions(self, choices: Choices) -> Iterator[Problem]:
+        yield from super()._contradictions(choices)
         if self.kl_pairing == "group" and self.precompute_ref_log_probs:
             what = '"precompute_ref_log_probs" cannot be combined with "kl_pairing": group.'
-            problems.append(Problem(what, remedy="Remove one of them."))
-        return problems
+            yield Problem(what, remedy="Remove one of them.")
 
 
 @dataclass
@@ -275,7 +274,7 @@ class CPOConfig(WithoutReference):
         value = super()._option_value(name)
         return _CPO_LOSSES.get(value, value) if name == "loss_type" else value
 
-    def _contradictions(self, choices: Choices) -> list[Problem]:
+    def _contradictions(self, choices: Choices) -> Iterable[Problem]:
         return check_pairs(choices)
 
     def notes(self) -> list[str]:
