@@ -280,7 +280,7 @@ def _modules_with_new_tokens(model: nn.Module) -> list[str]:
     return sorted({path.split(".")[-1] for path in paths})
 
 
-def _notes_on_existing_adapter(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> list[str]:
+def _notes_on_existing_adapter(model: nn.Module, folder: Path, config: Any, options: LoraOptions) -> Iterator[str]:
     """Notes on an existing adapter: options that it does not follow, and another base model."""
     kept = {
         "lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
@@ -292,37 +292,33 @@ def _notes_on_existing_adapter(model: nn.Module, folder: Path, config: Any, opti
     requested = {name: value for name, value in changed_options(options).items() if name in kept}
     requested |= {name: sorted(value) for name, value in requested.items() if isinstance(value, list)}
     ignored = [name for name, value in requested.items() if value != kept[name]]
-    notes = []
     if ignored:
         verb = "applies" if len(ignored) == 1 else "apply"
         shown = ", ".join(f"{name}: {quote_value(kept[name])}" for name in ignored)
-        notes.append(f"{' and '.join(ignored)} {verb} to new adapters only. {folder} has {shown}.")
+        yield f"{' and '.join(ignored)} {verb} to new adapters only. {folder} has {shown}."
     base, own = getattr(getattr(model, "config", None), "name_or_path", None), config.base_model_name_or_path
     if own and base and Path(own).name != Path(base).name:
-        notes.append(f"The adapter was trained on {own}; the base model of this run is {base}.")
-    return notes
+        yield f"The adapter was trained on {own}; the base model of this run is {base}."
 
 
 def _sorted_names(names: str | Collection[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else sorted(names or ())
 
 
-def _notes_on_new_adapter(model: nn.Module, options: LoraOptions, fit: Fit) -> list[str]:
+def _notes_on_new_adapter(model: nn.Module, options: LoraOptions, fit: Fit) -> Iterator[str]:
     """Notes on automatic choices for a new adapter."""
-    notes = []
     if options.additional_target:
-        notes.append(f"Trained in full alongside the adapter: {few(fit.whole)} (additional_target).")
+        yield f"Trained in full alongside the adapter: {few(fit.whole)} (additional_target)."
     elif fit.whole:
         names = " and ".join(fit.config.modules_to_save or ())
-        notes.append(f"The vocabulary has grown, so {names} are trained in full alongside the adapter.")
+        yield f"The vocabulary has grown, so {names} are trained in full alongside the adapter."
     # Experts in one three-dimensional tensor are not linear layers, and neither are convolutions (Mamba).
     solid = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     fused = [name for name in solid if "experts" in name]
     others = [name for name in solid if name not in fused]
     for kind, frozen in (("fused expert weights", fused), ("convolutions", others)):
         if frozen:
-            notes.append(f"{len(frozen)} {kind} get no adapter and stay frozen: {frozen[0]}, ...")
-    return notes
+            yield f"{len(frozen)} {kind} get no adapter and stay frozen: {frozen[0]}, ..."
 
 
 def load_adapter(model: nn.Module, folder: Path, name: str = DEFAULT) -> None:

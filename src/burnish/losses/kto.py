@@ -153,37 +153,35 @@ class KtoObjective(AnswersObjective):
             raise UserError(what, remedy=remedy, option=("kto_chosen_weight", "kto_rejected_weight"))
         return [*self._imbalance(desirable, others), *self._small_step_notes(rows_per_step)]
 
-    def _imbalance(self, desirable: int, others: int) -> list[str]:
+    def _imbalance(self, desirable: int, others: int) -> Iterator[str]:
         options = self.options
         up, down = options.kto_rejected_weight * others / desirable, options.kto_chosen_weight * desirable / others
         if not up and not down:
-            return []
+            return
         of_weights = (("kto_chosen_weight", "desirable", up), ("kto_rejected_weight", "undesirable", down))
         for name, kind, other in of_weights:
             if not getattr(options, name):
                 low = other if kind == "desirable" else other / _MOST
                 template = f"{{{name}}} is 0: {kind} responses have no KTO loss. KTO recommends a weighted ratio of "
                 template += f"1:1 to 1.33:1. Set {{{name}}}: {{:.2f}} to {{:.2f}}."
-                return [OptionText(template, low, low * _MOST)]
+                yield OptionText(template, low, low * _MOST)
+                return
         ratio = down / options.kto_rejected_weight
         if _LEAST <= ratio <= _MOST:
-            return []
-        return [
-            OptionText(
+            return
+        yield OptionText(
                 "{:,} responses are desirable and {:,} are not; the weighted ratio is {:.2f}:1, but KTO recommends "
                 "1:1 to 1.33:1. Set {kto_chosen_weight}: {:.2f} to {:.2f}, or {kto_rejected_weight}: {:.2f} to {:.2f}.",
-                desirable, others, ratio, up, up * _MOST, down / _MOST, down,
-            )
-        ]  # fmt: skip
+                desirable, others, ratio, up, up * _MOST, down / _MOST, down)  # fmt: skip
 
-    def _small_step_notes(self, rows_per_step: int) -> list[str]:
+    def _small_step_notes(self, rows_per_step: int) -> Iterator[str]:
         if rows_per_step >= MIN_EXAMPLES_PER_STEP or not self.has_baseline:
-            return []
+            return
         number = f"{rows_per_step} example{'s' if rows_per_step > 1 else ''}"
-        return [
+        yield (
             f"A step contains {number}; KTO's KL term is a mean over the examples of a step. Raise "
             "gradient_accumulation_steps."
-        ]
+        )
 
     def _collate(self, collate: Collate, rows: Sequence[Row]) -> Batch:
         """The micro-batch, with ``items`` (P,) and ``tag`` (P,) bool of its records. ``kl`` is a separate micro-batch

@@ -267,7 +267,7 @@ def needs_reference(options: PairLossChoices) -> bool:
     return any(PAIR_LOSSES[name].needs_reference for name in options.pref_loss) or bool(options.pref_bco_weight)
 
 
-def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
+def pair_notes(options: PairLossChoices, names: list[str]) -> Iterator[str]:
     losses, changed = [PAIR_LOSSES[name] for name in names], changed_options(options)
     shown = ", ".join(names)
     needs = {
@@ -277,29 +277,28 @@ def pair_notes(options: PairLossChoices, names: list[str]) -> list[str]:
         "f_alpha_divergence_coef": options.f_divergence_type == "alpha_divergence",
         "alphapo_alpha": any(not loss.needs_reference for loss in losses),
     }
-    notes: list[str] = [
+    yield from (
         OptionText(f'"{{{name}}}" has no effect: {{pref_loss}} is {{}}.', shown)
         for name, read in needs.items()
         if name in changed and not read
-    ]
+    )
     if not needs_reference(options):
         set_options = [name for name in specs(ReferenceOptions) if name in changed]
-        notes += [
+        yield from (
             OptionText(f'{{pref_loss}}: {{}} is reference-free; "{{{name}}}" has no effect.', shown)
             for name in set_options
-        ]
+        )
     if "robust" in names and not options.dpo_label_smoothing:
         text = "{pref_loss}: robust equals sigmoid without {dpo_label_smoothing}, the fraction of swapped pairs."
-        notes.append(OptionText(text))
+        yield OptionText(text)
     if "simpo" in names and options.pref_beta < _PAPER_BETA:
-        notes.append(OptionText("{pref_beta} {:g} is too low for SimPO; the paper uses 2.0 to 2.5.", options.pref_beta))
-    return notes
+        yield OptionText("{pref_beta} {:g} is too low for SimPO; the paper uses 2.0 to 2.5.", options.pref_beta)
 
 
-def _rate_notes(options: PreferenceChoices, usual: str) -> list[str]:
+def _rate_notes(options: PreferenceChoices, usual: str) -> Iterator[str]:
     if options.finetuning_type != "full" or options.learning_rate < _MAX_USUAL_RATE:
-        return []
-    return [
+        return
+    yield (
         f"learning_rate {options.learning_rate:g} is high for preference optimization (typically "
         f"{usual}); the model may degenerate."
-    ]
+    )

@@ -341,15 +341,15 @@ def nothing_to_learn(stats: DataStats, options: RunOptions, cutoff_len: int | No
     )
 
 
-def text_notes(members: Mapping[str, Sequence[Example]]) -> list[str]:
+def text_notes(members: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     """Return a note if prompts are plain text, which has no chat template, although the model has one."""
     plain = [name for name, examples in members.items() if len(examples) and examples[0].prompt is not None]
     if not plain:
-        return []
-    return [
+        return
+    yield (
         f"{few(plain)}: the prompts are plain text, so the chat template is not applied. To apply it, use messages, or "
         "set formatting: alpaca with columns."
-    ]
+    )
 
 
 def unusable_sets(members: Mapping[str, Sequence[Example]], stats: DataStats) -> list[Problem]:

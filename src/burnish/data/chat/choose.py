@@ -268,23 +268,21 @@ def _check_control_tokens(spec: TemplateSpec, options: NamedTemplate, tokenizer:
         )
 
 
-def _notes(spec: TemplateSpec, options: NamedTemplate) -> list[str]:
-    notes = []
+def _notes(spec: TemplateSpec, options: NamedTemplate) -> Iterator[str]:
     if spec.name == "empty" and options.template is None:
-        notes.append(
+        yield (
             "The tokenizer has no chat template and template is not set: messages are concatenated without "
             "markers, and each response ends with EOS. Set template to choose one."
         )
     if spec.name == "empty" and options.template is not None:
-        notes.append('Template "empty" has no end-of-turn token, so the model does not learn to stop.')
+        yield 'Template "empty" has no end-of-turn token, so the model does not learn to stop.'
     if spec.reasoning:
         thought = {
             True: "it is part of the response",
             False: "it is put in the prompt, and all reasoning is removed",
             None: "it is put in the prompt",
         }
-        notes.append(
+        yield (
             f'Template "{spec.name}" adds an empty reasoning block to responses without one; '
             f"{thought[options.enable_thinking]} (enable_thinking: {str(options.enable_thinking).lower()})."
         )
-    return notes

@@ -119,16 +119,16 @@ def load_datasets(
     return sets
 
 
-def _repetition_notes(train: Sequence[Example], held_out: Sequence[Example]) -> list[str]:
+def _repetition_notes(train: Sequence[Example], held_out: Sequence[Example]) -> Iterator[str]:
     """Return a note if examples that are held out for evaluation are also in the training set."""
     trained = {(example.source, example.number, example.tag) for example in train}
     number = sum((example.source, example.number, example.tag) in trained for example in held_out)
     if not number:
-        return []
-    return [
+        return
+    yield (
         f"{number} of {len(held_out)} examples that val_size holds out are also in the training set, because examples "
         "are repeated (mix_strategy or num_samples). Set eval_dataset for an independent evaluation."
-    ]
+    )
 
 
 def _merge(sets: Sequence[Sequence[Example]], options: DataOptions, seed: int) -> ListedExamples:

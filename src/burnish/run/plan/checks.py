@@ -306,15 +306,15 @@ def _depends_on_metric(options: RunOptions) -> bool:
     return follows or bool(options.load_best_model_at_end) or options.save_strategy == "best"
 
 
-def step_notes(options: RunOptions, steps: StepPlan) -> list[str]:
+def step_notes(options: RunOptions, steps: StepPlan) -> Iterator[str]:
     """Return a note if a step has more rows than the training set, which is probably a mistake."""
     if steps.rows is None or steps.rows >= steps.rows_per_step:
-        return []
-    return [
+        return
+    yield (
         f"The training set ({format_count(steps.rows, 'row')}) is smaller than the effective batch size "
         f"({steps.rows_per_step:,}): each epoch is one step. "
         "For more steps, reduce per_device_train_batch_size or gradient_accumulation_steps."
-    ]
+    )
 
 
 def may_stream(options: RunOptions) -> bool:

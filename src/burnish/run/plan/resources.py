@@ -118,7 +118,7 @@ def load_dtype(options: RunOptions, config: Any, is_frozen: bool = False) -> tor
 
 def formats_in_words(
     in_files: torch.dtype, frozen: torch.dtype, trained: torch.dtype | None, saved: torch.dtype | None
-) -> list[str]:
+) -> Iterator[str]:
     """Return a note if weights are converted to another dtype, otherwise an empty list.
 
     Args:
@@ -129,10 +129,10 @@ def formats_in_words(
     """
     names = [name_of(dtype) for dtype in (in_files, frozen, trained or frozen, saved or in_files)]
     if len({in_files, frozen, saved or in_files}) == 1:
-        return []
+        return
     text = f"Weights: {names[0]} in the files, {names[1]} in memory"
     text += f", {names[2]} if trainable" if trained not in (None, frozen) else ""
-    return [f"{text}; the model is saved in {names[3]}." if saved is not None else f"{text}."]
+    yield f"{text}; the model is saved in {names[3]}." if saved is not None else f"{text}."
 
 
 def formats_in(model: nn.Module) -> tuple[torch.dtype, torch.dtype | None]:

@@ -6,6 +6,7 @@ step counts are converted to ``int``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -124,18 +125,14 @@ def warn_about_unused_arguments(args: Fields) -> None:
         )
 
 
-def _ineffective_settings(args: Fields) -> list[str]:
+def _ineffective_settings(args: Fields) -> Iterator[str]:
     """Sentences about values with which a run trains nothing, or has an unexpected meaning."""
-    messages = []
     if args.learning_rate == 0:
-        messages.append("`learning_rate` is 0: weights will not change.")
+        yield "`learning_rate` is 0: weights will not change."
     if args.num_train_epochs == 0 and args.max_steps <= 0:
-        messages.append("`num_train_epochs` is 0: no training steps will run.")
+        yield "`num_train_epochs` is 0: no training steps will run."
     if args.max_grad_norm is not None and args.max_grad_norm < 0:
-        messages.append(
-            f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped. Use 0 to disable clipping."
-        )
-    return messages
+        yield f"`max_grad_norm` is {args.max_grad_norm:g}: gradients are not clipped. Use 0 to disable clipping."
 
 
 _NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
