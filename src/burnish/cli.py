@@ -367,23 +367,18 @@ def _help() -> str:
     )
 
 
-def _purpose(command: str) -> str:
-    """Return the summary and the usage line of a command."""
-    description = COMMANDS[command]
-    return f"burnish {command}: {description.summary}\n\nusage: burnish {command} {description.usage}".rstrip()
-
-
-def _print_command_help(command: str, argv: Arguments) -> int:
+def _print_command_help(name: str, argv: Arguments) -> int:
     """Print a command's help with all its options, or only the options that contain the first of ``argv``."""
-    print_result(_purpose(command))
-    if groups := COMMANDS[command].options:
+    command = COMMANDS[name]
+    print_result(f"burnish {name}: {command.summary}\n\nusage: burnish {name} {command.usage}".rstrip())
+    if groups := command.options:
         from burnish.config.options import union
         from burnish.run.plan.config_files import CONFIG_SUFFIXES
         from burnish.run.plan.listing import list_options
 
         wanted = [word for word in argv if not (word.startswith("-") or "=" in word or word.endswith(CONFIG_SUFFIXES))]
         options = _import_object(groups[0]) if len(groups) == 1 else union("Options", *map(_import_object, groups))
-        unread = _import_object(COMMANDS[command].unread) if COMMANDS[command].unread else ()
-        listed = list_options(options, wanted[0] if wanted else "", COMMANDS[command].beginnings, unread)
+        unread = _import_object(command.unread) if command.unread else ()
+        listed = list_options(options, wanted[0] if wanted else "", command.beginnings, unread)
         print_result(f"\n{listed.rstrip()}")
     return 0

@@ -31,11 +31,9 @@ class Origins:
     def _rows_of(self, item: int) -> list[int]:
         """Return the rows of a pack, found by packing rows of the same lengths whose tokens are their row numbers."""
         assert self.pack is not None
-        tagged = [{"input_ids": [n] * len(ids), "labels": [n] * len(ids)} for n, ids in enumerate(self._ids())]
+        lengths = (0 if row is None else len(row["input_ids"]) for row in self.rows)
+        tagged = [{"input_ids": [n] * length, "labels": [n] * length} for n, length in enumerate(lengths)]
         return list(dict.fromkeys(self.pack(tagged)[item]["input_ids"]))
-
-    def _ids(self) -> list[list[int]]:
-        return [[] if row is None else row["input_ids"] for row in self.rows]
 
 
 def origins_in_words(places: Sequence[str], most: int = 8) -> str:

@@ -104,7 +104,8 @@ def load_for_inference(
     last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
         name or expand_user(last).resolve().name, options, model, tokenizer, template, form_of(template),
-        tuple(template.stop_token_ids()), default_sampling(options, model, explicit), longest_answer(options),
+        tuple(template.stop_token_ids()), default_sampling(options, model, explicit),
+        options.max_new_tokens if options.max_new_tokens > 0 else options.max_length,
         context_of(options, config), tuple(served), adapter_context, tuple(notes), head, tuple(differs),
         None if model is None or family is None else ImageReader(model, family, limits_of(options)),
     )  # fmt: skip
@@ -166,10 +167,6 @@ def slot_bytes(model: nn.Module, context: int) -> int:
     heads = largest_over_layers(config, "num_key_value_heads") or all_heads
     size = largest_over_layers(config, "head_dim") or config.hidden_size // all_heads
     return int(2 * config.num_hidden_layers * heads * size * next(model.parameters()).element_size() * context)
-
-
-def longest_answer(options: AnsweringOptions) -> int:
-    return int(options.max_new_tokens if options.max_new_tokens > 0 else options.max_length)
 
 
 _SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "repetition_penalty")

@@ -154,8 +154,9 @@ class Scheduler:
             self._step(*self._next_chunk(), self._read_chunk)
             self._release_ended()
         if self._num_generating:
-            for first, number in self._passes(0, self._num_generating):
-                self._step(first, number, self._generate_tokens)
+            size = 1 if self.limits.exact else self._num_generating
+            for first in range(0, self._num_generating, size):
+                self._step(first, size, self._generate_tokens)
             self._release_ended()
         if self._is_out_of_memory:
             self._reduce_slots()
@@ -251,9 +252,6 @@ class Scheduler:
             self._swap_slots(at, self._num_generating + self._num_reading)
 
     # --- forward passes -----------------------------------------------------------------------------------------------
-
-    def _passes(self, first: int, number: int) -> list[tuple[int, int]]:
-        return [(first + i, 1) for i in range(number)] if self.limits.exact else [(first, number)]
 
     def _next_chunk(self) -> tuple[int, int]:
         """Return the slots that read next. The oldest request and the one with the shortest rest alternate, so that no

@@ -119,13 +119,9 @@ def common_prefix(a: Slot | GenerationRequest, b: GenerationRequest, most: int) 
     most = common_length(a.ids, b.ids, most)
     if a.content_hashes is None and b.content_hashes is None:
         return most
-    ones, others = (_pad_hashes(each.content_hashes or (), most) for each in (a, b))
+    hashes = [(each.content_hashes or ())[:most] for each in (a, b)]
+    ones, others = ([*some, *[0] * (most - len(some))] for some in hashes)
     return common_length(ones, others, most)
-
-
-def _pad_hashes(hashes: Sequence[int], length: int) -> list[int]:
-    """Return the hashes of ``length`` positions, padded with 0."""
-    return [*hashes[:length], *[0] * (length - len(hashes))]
 
 
 def common_length(a: Sequence[int], b: Sequence[int], most: int) -> int:

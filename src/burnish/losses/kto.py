@@ -299,14 +299,10 @@ class KtoObjective(AnswersObjective):
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         """Add the margin between the mean rewards of both labels, if both are present."""
-        return with_margin(values)
-
-
-def with_margin(values: dict[str, float]) -> dict[str, float]:
-    chosen, rejected = values.get("rewards/chosen"), values.get("rewards/rejected")
-    if chosen is None or rejected is None:
-        return values
-    return {**values, "rewards/margins": chosen - rejected}
+        chosen, rejected = values.get("rewards/chosen"), values.get("rewards/rejected")
+        if chosen is None or rejected is None:
+            return values
+        return {**values, "rewards/margins": chosen - rejected}
 
 
 def _one_kind(count: int, is_desirable: bool) -> Problem:

@@ -146,7 +146,10 @@ def check_preferences(options: PreferenceChoices) -> Iterator[Problem]:
         what = '"loss_type" must be a preference loss. Received: dft.'
         yield Problem(what, remedy=SFT_LOSSES["dft"], option="pref_loss")
         return
-    yield from (_sft_only_problem(name) for name in _SFT_ONLY_OPTIONS if getattr(options, name))
+    for name in _SFT_ONLY_OPTIONS:
+        if getattr(options, name):
+            what = f'"{name}" is for stage: sft; preference losses apply to the responses only.'
+            yield Problem(what, remedy="Remove it.", option=name)
     if options.packing:
         yield Problem(
             '"packing" is true. Pairs cannot be packed; their batches are padding-free instead.',
@@ -178,11 +181,6 @@ def check_reference(options: ReferenceOptions, streams: bool) -> Iterator[Proble
             "during training."
         )
         yield Problem(what, remedy="Remove one of them.", option=("precompute_ref_log_probs", "streaming"))
-
-
-def _sft_only_problem(name: str) -> Problem:
-    return Problem(f'"{name}" is for stage: sft; preference losses apply to the responses only.',
-                   remedy="Remove it.", option=name)  # fmt: skip
 
 
 @check

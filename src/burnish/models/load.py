@@ -211,13 +211,6 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     return model
 
 
-def _check_generation(model: nn.Module, where: str) -> None:
-    """Raise UserError if the model's generation config, which may be from ``config.json``, has unusable settings."""
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        raise_if(setting_problems(vars(generation), f"{where}: its generation settings"))
-
-
 def find_non_finite(model: nn.Module) -> list[str]:
     """Names of the weights with NaN or infinity. Reads every weight once."""
     weights = ((name, p) for name, p in model.named_parameters() if p.is_floating_point() and not p.is_meta)
@@ -392,7 +385,8 @@ def _pretrained_model(
     model: PreTrainedModel = loaded[0]
     if hasattr(model, "peft_config"):
         raise UserError(_adapter_in_model(source.name, names))
-    _check_generation(model, source.name)
+    if (generation := getattr(model, "generation_config", None)) is not None:  # it may be from config.json
+        raise_if(setting_problems(vars(generation), f"{source.name}: its generation settings"))
     found: dict[str, Any] = loaded[1]
     raise_if(weight_problems(source.name, model, found, needs_head, names))
     # The score head of a reward model is loaded by ``models.reward_files``.

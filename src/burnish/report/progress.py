@@ -154,9 +154,9 @@ class ProgressCallback(TrainerCallback):
         self.pace.leave_out()
         if not state.is_world_process_zero or not metrics:
             return
-        losses = _eval_losses(metrics)
+        losses = [value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")]
         if losses:
-            self.seen.eval_loss = next(iter(losses.values()))
+            self.seen.eval_loss = losses[0]
         if not self._is_training or self._eval_lines.is_due(state.global_step, state.max_steps):
             console.note(_eval_line(state, metrics))
 
@@ -290,11 +290,6 @@ def _print_facts(facts: RunFacts | None, state: TrainerState) -> None:
         console.note(line)
     if state.global_step:
         console.note(f"  resumed from step {state.global_step:,}")
-
-
-def _eval_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return ``eval_loss``, or ``eval_<set>_loss`` of each set."""
-    return {name: value for name, value in metrics.items() if name.startswith("eval_") and name.endswith("_loss")}
 
 
 _COMPLETION_METRICS = ("_reward", "_reward_std", "_entropy", "/mean_length", "/clipped_ratio")

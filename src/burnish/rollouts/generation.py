@@ -74,7 +74,7 @@ def prompt_row(example: Example, encoded: Row, stats: DataStats) -> Row:
         return str(value)
 
     columns = {name: value for name, value in example.extra.items() if name not in NOT_COLUMNS}
-    if (answer := reference_answer(example)) is not None:
+    if (answer := example.response.text if example.response else example.completion) is not None:
         columns.setdefault("answer", answer)
         columns.setdefault("solution", answer)
     if all(columns.get(name) is None for name in ("image", "images")) and (images := files_of(encoded)):
@@ -85,11 +85,6 @@ def prompt_row(example: Example, encoded: Row, stats: DataStats) -> Row:
     for kind in sorted(converted):
         stats.add(keep_reason(f"values of type {kind} are converted to strings for reward functions"), example)
     return row
-
-
-def reference_answer(example: Example) -> str | None:
-    """Return the response in a record of supervised fine-tuning."""
-    return example.response.text if example.response else example.completion
 
 
 def shown_prompt(example: Example) -> str | list[dict[str, Any]]:

@@ -72,8 +72,10 @@ def finish(run: Loop, plan: Plan, prepared: Prepared, output: TrainOutput | None
     margins = margins_of(run) if options.plot_loss and output is not None else {}
     if options.do_predict:
         results |= predict_all(run, prepared, plan)
-    if is_first:
-        count_streamed(prepared)
+    if is_first and prepared.rows.is_streamed:  # its rows were encoded during training
+        prepared.stats.merge(prepared.rows.statistics())
+        for sentence in prepared.stats.sentences():
+            warn(sentence)
     if is_first and output is not None:
         reports.write(save_state, run.state, folder)
         plots = reports.write(draw_plots, run, options, margins) or {}
@@ -204,14 +206,6 @@ def last_evaluation(run: Loop, options: RunOptions) -> dict[str, float]:
     metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
     is_whole = all(f"{eval_prefix(name)}_loss" in metrics for name in run.eval_sets)
     return metrics if is_whole else {}
-
-
-def count_streamed(prepared: Prepared) -> None:
-    """Report the statistics of rows that were encoded during training (streaming)."""
-    if prepared.rows.is_streamed:
-        prepared.stats.merge(prepared.rows.statistics())
-        for sentence in prepared.stats.sentences():
-            warn(sentence)
 
 
 def margins_of(run: Loop) -> dict[str, list[float]]:

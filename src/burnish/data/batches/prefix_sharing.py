@@ -19,7 +19,7 @@ later tokens are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from typing import Any
@@ -88,14 +88,11 @@ def _comparable_contents(sequences: Sequence[Row], lengths: Mapping[int, int]) -
     """Return comparable values for the first positions of sequences: ids, or (id, hash) pairs if any row has images."""
     if not any("content_hashes" in sequences[number] for number in lengths):
         return {number: list(sequences[number]["input_ids"][:length]) for number, length in lengths.items()}
-    return {
-        number: list(zip(sequences[number]["input_ids"][:length], _hashes(sequences[number]), strict=False))
-        for number, length in lengths.items()
-    }
-
-
-def _hashes(sequence: Row) -> Iterable[int]:
-    return sequence.get("content_hashes") or repeat(0)
+    contents = {}
+    for number, length in lengths.items():
+        hashes = sequences[number].get("content_hashes") or repeat(0)
+        contents[number] = list(zip(sequences[number]["input_ids"][:length], hashes, strict=False))
+    return contents
 
 
 def _trained_range(labels: Sequence[int]) -> tuple[int, int]:

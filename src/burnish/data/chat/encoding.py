@@ -141,19 +141,17 @@ class ConversationEncoder:
         cannot be used.
         """
         found: list[Row | None] = []
+        placeholders = self.marks.family.placeholder_ids if self.marks is not None else frozenset()
         for example, row in zip(examples, self._prompt_rows(examples, stats), strict=True):
             length = self.cutoff_len if row is None else len(row["input_ids"])
-            if row is not None and "images" not in row and self._has_placeholders(row):
+            # Only texts that are not messages can contain placeholders without an image.
+            if row is not None and "images" not in row and not placeholders.isdisjoint(row["input_ids"]):
                 what = "its text contains an image placeholder of the model, but it has no image for it."
                 raise UserError(what, where=example.place, remedy="Write the prompt as messages, with the image.")
             if reason := NO_TEXT if not length else TOO_LONG if length > self.cutoff_len else None:
                 stats.add(reason, example)
             found.append(None if reason else row)
         return found
-
-    def _has_placeholders(self, row: Row) -> bool:
-        """Return whether ids include a placeholder of a vision model. Only texts that are not messages can."""
-        return self.marks is not None and not self.marks.family.placeholder_ids.isdisjoint(row["input_ids"])
 
     def _prompt_rows(self, examples: Sequence[Example], stats: DataStats) -> list[Row | None]:
         """Return rows of prompts, of conversations or texts. None if images cannot be used, which is counted."""

@@ -70,15 +70,11 @@ class Segment:
         """Return the segment with only the tokens at these positions."""
         weights = self.weights and [self.weights[i] for i in positions]
         ids, labels = (array("i", [values[i] for i in positions]) for values in (self.ids, self.labels))
-        return replace(
-            self, ids=ids, labels=labels, weights=weights, images=_images_of_positions(self.images, positions)
-        )
-
-
-def _images_of_positions(images: Sequence[ImageFile], positions: Sequence[int]) -> list[ImageFile]:
-    """Return the images with their token spans after only the tokens at ``positions`` remain."""
-    spans = [(bisect_left(positions, one.begin), bisect_left(positions, one.end)) for one in images]
-    return [replace(one, begin=begin, end=end) for one, (begin, end) in zip(images, spans, strict=True)]
+        images = [
+            replace(one, begin=bisect_left(positions, one.begin), end=bisect_left(positions, one.end))
+            for one in self.images
+        ]
+        return replace(self, ids=ids, labels=labels, weights=weights, images=images)
 
 
 Turn: TypeAlias = tuple[Segment, Segment]

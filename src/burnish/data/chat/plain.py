@@ -173,7 +173,8 @@ class PlainTemplate(ConversationEncoder):
             return ((ids, None) for ids in self._chat_ids(examples, conversations))
         if self._is_marked:
             return (self._tokenize_marked(example, one) for example, one in zip(examples, conversations, strict=True))
-        return map(self._locate_responses, conversations)
+        rendered = map(self._answers_in, conversations)
+        return (self._between(one, its.text, its.spans) for one, its in zip(conversations, rendered, strict=True))
 
     def _prompts(self, examples: Sequence[Example]) -> Iterator[Ids | None]:
         """Yield the ids of what precedes each response, or None if everything is trained."""
@@ -356,10 +357,6 @@ class PlainTemplate(ConversationEncoder):
             raise UserError(_not_rendered(error, conversation), where=example.place) from error
         _refuse_without_assistant(conversation, mask)
         return array("i", ids), mask
-
-    def _locate_responses(self, conversation: Conversation) -> tuple[Ids, list[int]]:
-        rendered = self._answers_in(conversation)
-        return self._between(conversation, rendered.text, rendered.spans)
 
     def _answers_in(self, conversation: Conversation) -> Rendered:
         """Return the rendered conversation with the spans of its responses."""

@@ -138,18 +138,14 @@ def _truncate_to_fit(
         fitted = fit_segments(encoded[0], encoded[1:], available, options.truncation)
         if fitted is not None:
             stats.add(TRUNCATED, example)
-    if fitted is not None and not _keeps_all_images(encoded[0], fitted[0]):
+    sizes = [[image.end - image.begin for image in of[0].images] for of in (encoded, fitted or encoded)]
+    if sizes[0] != sizes[1]:  # an image of the prompt was truncated
         stats.add(IMAGE_TRUNCATED, example)
         return None
     if fitted is None or not all(response.is_trained for response in fitted[1:]):
         stats.add(EMPTY_AFTER_TRUNCATION, example)
         return None
     return fitted
-
-
-def _keeps_all_images(before: Segment, after: Segment) -> bool:
-    """Return whether a truncated prompt has all of its images completely."""
-    return [one.end - one.begin for one in before.images] == [one.end - one.begin for one in after.images]
 
 
 def _columns(prompt: Segment, response: Segment, prefix: str) -> Row:

@@ -62,18 +62,12 @@ def parts_for_chat_template(parts: Iterable[ContentPart]) -> list[dict[str, Any]
     return [{"type": "text", "text": p.value} if p.kind == "text" else {"type": p.kind} for p in parts]
 
 
-def without_images(example: Example) -> Example:
-    """Return the example with only the texts of its messages."""
-    return replace(example, messages=tuple(replace(m, content=_text_of(m), raw=_raw_text(m)) for m in example.messages))
-
-
-def _text_of(message: Message) -> str:
-    return _RESERVED.sub("", message.text)
-
-
-def _raw_text(message: Message) -> Any:
-    is_in_parts = message.raw is not None and isinstance(message.raw.get("content"), list)
-    return {**message.raw, "content": _text_of(message)} if message.raw and is_in_parts else message.raw
+def _without_images(message: Message) -> Message:
+    """Return a message with only its texts."""
+    text, raw = _RESERVED.sub("", message.text), message.raw
+    if raw is not None and isinstance(raw.get("content"), list):
+        raw = {**raw, "content": text}
+    return replace(message, content=text, raw=raw)
 
 
 class Marks:
@@ -142,9 +136,10 @@ class Marks:
     def for_template(self, example: Example) -> Example:
         """Return the input of a template: without images if they precede its text, and with the text before each
         image."""
-        if self.family.in_front:
-            return without_images(example) if images_in(example) else example
-        if not any(map(self.family.before, images_in(example))):
+        images = images_in(example)
+        if self.family.in_front and images:
+            return replace(example, messages=tuple(map(_without_images, example.messages)))
+        if self.family.in_front or not any(map(self.family.before, images)):
             return example
         return replace(example, messages=tuple(map(self._introduce_images, example.messages)))
 

@@ -253,7 +253,8 @@ class RowWriter:
 
     def _flush(self) -> None:
         if self._rows:
-            block = _block_of(self._rows)
+            names = dict.fromkeys(name for row in self._rows for name in row)
+            block = _batch({name: _column([row.get(name) for row in self._rows]) for name in names})
             if self._file is None:
                 self._in_memory.append(block)
             else:
@@ -275,11 +276,6 @@ class RowWriter:
 
 
 # pyarrow.array and pyarrow.table import pandas (0.4 s, 40 MB); arrays built from buffers do not.
-
-
-def _block_of(rows: Sequence[Row]) -> pyarrow.RecordBatch:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return _batch({name: _column([row.get(name) for row in rows]) for name in names})
 
 
 def _batch(columns: Mapping[str, pyarrow.Array]) -> pyarrow.RecordBatch:

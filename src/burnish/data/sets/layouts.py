@@ -84,7 +84,8 @@ def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
     if source.ranking or all(named.get(part) for part in _PAIR):
         return "pairs"
     if source.columns is not None:
-        return "unpaired" if named.get("kto_tag") else "answers" if _names_response(source) else "prompts"
+        has_response = any(named.get(part) for part in ("response", "messages", "text"))  # messages may end with one
+        return "unpaired" if named.get("kto_tag") else "answers" if has_response else "prompts"
     if any(set(_PAIR) <= values.keys() for values in records):
         return "pairs"
     if any(map(is_preference, records)):
@@ -94,11 +95,6 @@ def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
         _matching_columns(FORMATS.get(name).metadata, values, ANSWERS) for name in known for values in records
     )
     return "answers" if has_response else "prompts"
-
-
-def _names_response(source: DataSource) -> bool:
-    """Return whether the named columns include a response, or a conversation that may end with one."""
-    return any((source.columns or {}).get(part) for part in ("response", "messages", "text"))
 
 
 def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:

@@ -124,11 +124,8 @@ def quantization_arguments(
         return {}
     raise_if(check_quantized_files(options, config, names))
     wanted = dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
-    return {"quantization_config": _quantization_config(cast(QuantizationOptions, options), wanted)}
-
-
-def _quantization_config(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:
-    return METHODS[options.quantization_method](options, compute_dtype)
+    choices = cast(QuantizationOptions, options)
+    return {"quantization_config": METHODS[choices.quantization_method](choices, wanted)}
 
 
 def _bitsandbytes(options: QuantizationOptions, compute_dtype: torch.dtype) -> Any:

@@ -285,15 +285,10 @@ def _wrapped_alone(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
         wrapped = [module for module in model.modules() if type(module).__name__ in settings.layer_classes]
         return wrapped[::-1]
     if settings.min_num_params:
-        return _modules_of_min_size(model, settings.min_num_params)
+        modules: list[nn.Module] = []
+        _select_modules(model, model, settings.min_num_params, modules)
+        return modules
     return layers_of(model)
-
-
-def _modules_of_min_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules with at least ``least`` parameters, not counting those of selected modules inside them."""
-    modules: list[nn.Module] = []
-    _select_modules(model, model, least, modules)
-    return modules
 
 
 def _select_modules(module: nn.Module, model: nn.Module, least: int, selected: list[nn.Module]) -> int:

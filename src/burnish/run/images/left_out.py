@@ -41,13 +41,11 @@ class SkipDamagedImages:
         for row in rows:
             for image in images_of(row):
                 prepare(image)
-        return [self._without_labels(row) if self._has_damaged(row) else row for row in rows]
-
-    def _has_damaged(self, row: Row) -> bool:
-        return any(image.identity in self.damaged for image in images_of(row))
-
-    def _without_labels(self, row: Row) -> Row:
-        return {**row, "labels": [IGNORE_INDEX] * len(row["labels"])}
+        is_damaged = [any(image.identity in self.damaged for image in images_of(row)) for row in rows]
+        return [
+            {**row, "labels": [IGNORE_INDEX] * len(row["labels"])} if damaged else row
+            for row, damaged in zip(rows, is_damaged, strict=True)
+        ]
 
     def _note(self, image: Any, error: UserError) -> None:
         with self._lock:

@@ -24,12 +24,13 @@ def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",
         beginnings: prefixes of the options to list. Default: all.
         unread: names of options to omit.
     """
+    part = word.lstrip("-").replace("-", "_").lower()
     matching = [
         spec
         for name, spec in specs(options).items()
         if name.startswith(tuple(beginnings))
         and name not in unread
-        and _matches(spec, word.lstrip("-").replace("-", "_"))
+        and any(part in text.lower() for text in (spec.name, spec.help, *spec.aliases))
     ]
     if not matching:
         return f'No option matches "{word}".{did_you_mean(word, specs(options))}\n'
@@ -43,10 +44,6 @@ def list_options(options: type, word: str = "", beginnings: Sequence[str] = ("",
 def component(group: type) -> str:
     """Return the heading of an option group: the first line of its docstring, without the full stop."""
     return (group.__doc__ or group.__name__).strip().splitlines()[0].rstrip(".")
-
-
-def _matches(spec: OptionSpec, word: str) -> bool:
-    return any(word.lower() in text.lower() for text in (spec.name, spec.help, *spec.aliases))
 
 
 def _entry(spec: OptionSpec, width: int) -> Iterator[str]:

@@ -78,7 +78,7 @@ def answer_all(
             what = "prompts with images support neither num_beams nor the decoding methods of the generation_config."
             raise UserError(what, remedy="Set num_beams: 1.", option="num_beams")
         return _through_generate(run, questions, config, options)
-    requests = _requests(questions, config, options)
+    requests = [_request(at, question, config, options) for at, question in enumerate(questions)]
     own = range(run.parallel.rank, len(requests), run.parallel.world_size)
     images = [list(question.images) for question in questions if question.images]
     key = key_of(model, requests, images)
@@ -90,14 +90,6 @@ def answer_all(
         for of_rank in run.parallel.gather_objects(finished.log_probabilities):
             likelihoods |= of_rank
     return _of_all_ranks(run, {at: finished.responses.get(at, []) for at in own}, len(questions))
-
-
-def _requests(questions: Sequence[Question], config: Any, options: RunOptions) -> list[GenerationRequest]:
-    """The request of each question. Log-probabilities are needed only to compare several responses to a prompt."""
-    top = 0 if options.samples > 1 else None
-    return [
-        replace(_request(at, question, config, options.seed), top_logprobs=top) for at, question in enumerate(questions)
-    ]
 
 
 def fits_context(run: Loop, question: Question, config: Any) -> bool:
@@ -155,15 +147,16 @@ def _generate(
             generate_all(scheduler, [requests[at] for at in missing], done, with_images)
 
 
-def _request(number: int, question: Question, config: Any, seed: int) -> GenerationRequest:
+def _request(number: int, question: Question, config: Any, options: RunOptions) -> GenerationRequest:
     sampling = Sampling(
         temperature=(config.temperature or 1.0) if config.do_sample else 0.0,
         top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
-        min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=seed,
+        min_p=config.min_p or 0.0, repetition_penalty=config.repetition_penalty or 1.0, seed=options.seed,
     )  # fmt: skip
     return GenerationRequest(
         question.prompt, _limit(question, config), sampling=sampling, stop_ids=frozenset(config.eos_token_id),
         index=number, min_new_tokens=config.min_new_tokens or 0,
+        top_logprobs=0 if options.samples > 1 else None,  # needed only to compare several responses to a prompt
     )  # fmt: skip
 
 

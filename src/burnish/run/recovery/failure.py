@@ -65,14 +65,10 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
         for problem in explained.problems if says else ():
             console.problem(problem)
         return 2
-    where = "" if debug or _is_not_permitted(error) else write_traceback(error, output_dir)
+    is_not_permitted = any(error_number(cause) in _PERMISSION for cause in causes(error))
+    where = "" if debug or is_not_permitted else write_traceback(error, output_dir)
     console.problem(f"{explained}\n  The traceback is in {where}; --debug prints it." if where else explained)
     return 1
-
-
-def _is_not_permitted(error: BaseException) -> bool:
-    """Return whether the cause is a missing permission, for which no traceback is needed."""
-    return any(error_number(cause) in _PERMISSION for cause in causes(error))
 
 
 def failure_problem(error: BaseException, output_dir: str | None) -> Problem:
@@ -302,7 +298,8 @@ def _report_interruption(output_dir: str | None) -> int:
 def _unexpected_error(error: BaseException, output_dir: str | None) -> Problem:
     """Return a problem with error type, first line of its message, location, and checkpoint."""
     first = next(iter(str(error).strip().splitlines()), "")
-    what = f"{type(error).__name__}: {_truncate_line(first, 300)}" if first else type(error).__name__
+    shown = first if len(first) <= 300 else f"{first[:297]}..."
+    what = f"{type(error).__name__}: {shown}" if first else type(error).__name__
     safe = newest_checkpoint_message(output_dir)
     remedy = f"{safe} Run the same command again to resume from it." if safe.startswith(_SAVED_PREFIX) else ""
     location = deepest_location(error)
@@ -312,10 +309,6 @@ def _unexpected_error(error: BaseException, output_dir: str | None) -> Problem:
 
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _truncate_line(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def write_traceback(error: BaseException, output_dir: str | None) -> str:
