@@ -16,7 +16,8 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from burnish.checkpoint.parts import Part
+from burnish.checkpoint.shards import Shards
 from burnish.config.errors import UserError, first_line
 from burnish.loop.types import IGNORE_INDEX
 from burnish.parallel.options import ParallelChoices
@@ -137,10 +139,26 @@ class MultiProcess(SingleProcess):
         dist.barrier()
 
 
-def parts_with_weights(parts: Mapping[str, Part]) -> list[str]:
-    """Names of the parts besides model and optimizer with their own weights, such as the head of a reward model."""
-    return [name for name, part in parts.items()
-            if name not in ("model", "optimizer") and callable(getattr(part.held, "parameters", None))]  # fmt: skip
+def with_shards(
+    parts: Mapping[str, Part], model: Shards, optimizer: Shards, shards_of: Callable[[Any], Shards]
+) -> dict[str, Part]:
+    """The parts of a run with the objects that read and write their shards. An adapter is gathered: it is small, and
+    its file can be read by other programs.
+
+    Args:
+        model: for the weights.
+        optimizer: for its state.
+        shards_of: for another part with its own weights, such as the head of a reward model, which is gathered.
+    """
+    sharded = dict(parts)
+    for name, part in parts.items():
+        if name == "model":
+            sharded[name] = replace(part, shards=model, is_collective=part.stem != "model")
+        elif name == "optimizer":
+            sharded[name] = replace(part, shards=optimizer)
+        elif callable(getattr(part.held, "parameters", None)):
+            sharded[name] = replace(part, shards=shards_of(part.held), is_collective=True)
+    return sharded
 
 
 def close_group() -> bool:

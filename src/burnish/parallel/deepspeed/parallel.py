@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from burnish.loop.types import Loss
 from burnish.parallel.accelerate_launch import mixed_precision
 from burnish.parallel.deepspeed.settings import fill_settings, zero_stage
 from burnish.parallel.deepspeed.shards import AdapterShards, FlatSlice, StateShards, WeightShards
-from burnish.parallel.multi_process import MultiProcess, parts_with_weights
+from burnish.parallel.multi_process import MultiProcess, with_shards
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import set_precision
 from burnish.utils.files import expand_user
@@ -166,17 +165,8 @@ class DeepSpeedParallel(MultiProcess):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        with_shards = dict(parts)
-        is_adapter = parts["model"].stem != "model"
-        weights = AdapterShards(self) if is_adapter else WeightShards(self)
-        with_shards["model"] = replace(parts["model"], shards=weights, is_collective=is_adapter)
-        if "optimizer" in parts:
-            with_shards["optimizer"] = replace(parts["optimizer"], shards=StateShards(self))
-        for name in parts_with_weights(parts):
-            of_part: Any = parts[name].held
-            shards = AdapterShards(self, list(of_part.parameters()))
-            with_shards[name] = replace(parts[name], shards=shards, is_collective=True)
-        return with_shards
+        weights = WeightShards(self) if parts["model"].stem == "model" else AdapterShards(self)
+        return with_shards(parts, weights, StateShards(self), lambda held: AdapterShards(self, list(held.parameters())))
 
     def local_shards(self, model: nn.Module) -> list[Tensor]:
         trained: list[Any] = [weight for weight in model.parameters() if weight.requires_grad]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -34,7 +33,7 @@ from burnish.checkpoint.shards import LocalShard, ShardedTensor
 from burnish.config.errors import UserError, did_you_mean
 from burnish.loop.types import Loss
 from burnish.parallel.fsdp.settings import FsdpSettings, fsdp_settings
-from burnish.parallel.multi_process import MultiProcess, parts_with_weights
+from burnish.parallel.multi_process import MultiProcess, with_shards
 from burnish.parallel.options import ParallelChoices
 from burnish.parallel.single import layers_of
 
@@ -134,17 +133,8 @@ class FsdpParallel(MultiProcess):
     shards_weights = True
 
     def sharded_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """The parts of a run for a checkpoint. Each rank writes its shards of a full model and of the optimizer. An
-        adapter is small: it is gathered, and its file can be read by other programs.
-        """
-        with_shards = dict(parts)
-        is_adapter = parts["model"].stem != "model"
-        with_shards["model"] = replace(parts["model"], shards=ModelShards(is_adapter), is_collective=is_adapter)
-        if "optimizer" in parts:
-            with_shards["optimizer"] = replace(parts["optimizer"], shards=OptimizerShards())
-        for name in parts_with_weights(parts):
-            with_shards[name] = replace(parts[name], shards=ModelShards(gathers=True), is_collective=True)
-        return with_shards
+        weights = ModelShards(gathers=parts["model"].stem != "model")
+        return with_shards(parts, weights, OptimizerShards(), lambda held: ModelShards(gathers=True))
 
     def local_shards(self, model: nn.Module) -> list[Tensor]:
         return [local(weight.detach()) for weight in model.parameters() if weight.requires_grad]

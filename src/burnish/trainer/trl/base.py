@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
+from torch import Tensor, nn
+
 from burnish.config.errors import UserError
 from burnish.models.images.processor import copy_companions
 from burnish.trainer.trainer import Trainer
@@ -47,6 +50,13 @@ class argument(Generic[Config]):
             what = f"`{self.name}` of a trainer cannot be changed. Current: {now!r}. Received: {value!r}."
             raise UserError(what, remedy=f"Pass the value to {config} before the trainer is created.")
         self.write(trainer, value)
+
+
+def for_each_set(evals: Any, prepare: Callable[[Any, str], Any]) -> Any:
+    """Apply ``prepare`` to an evaluation set and its name, or to each set of a dict. None if there is none."""
+    if isinstance(evals, dict):
+        return {name: prepare(dataset, name) for name, dataset in evals.items()}
+    return None if evals is None else prepare(evals, "eval")
 
 
 class TrlTrainer(Trainer):
@@ -133,6 +143,26 @@ class TrlTrainer(Trainer):
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """Predict as in ``Trainer``, for a dataset that is prepared like those of the constructor."""
         return super().predict(self._prepare_passed(test_dataset), ignore_keys, metric_key_prefix)
+
+    _requests_loss_only: ClassVar[bool] = True
+    """Whether an evaluation calls ``compute_loss`` without ``return_outputs`` if only the loss is needed."""
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Predict one batch. Outputs are only computed if they are used."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only and self._requests_loss_only:
+                return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss.detach(), None, None
+        return loss.detach(), *self._predictions_of(outputs, inputs)
+
+    def _predictions_of(self, outputs: Any, inputs: Any) -> tuple[Any, Any]:
+        """Predictions and labels of a micro-batch, from the outputs of ``compute_loss``."""
+        return outputs.logits.detach(), inputs.get("labels")
 
     def _prepare_passed(self, dataset: Any) -> Any:
         """Return a dataset passed to ``evaluate`` or ``predict``, prepared like those of the constructor."""

@@ -33,6 +33,7 @@ from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
+from burnish.trainer.trl.base import for_each_set
 from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.preferences.collator import (
     REFERENCE,
@@ -116,8 +117,7 @@ class PreferenceTrainer(OverridableTrainer):
     padding_class: ClassVar[type[Padded]] = Padded
     _own_collators = (Padded, PaddedBySide)
     _loads_own_batches = False
-    _requests_loss_only: ClassVar[bool] = False
-    """Whether an evaluation calls ``compute_loss`` without ``return_outputs`` if only the loss is needed."""
+    _requests_loss_only = False
     _row_of: Callable[[Mapping[str, Any]], Row] = staticmethod(pair_row)
 
     def __init__(
@@ -302,12 +302,8 @@ class PreferenceTrainer(OverridableTrainer):
 
     def _precompute_reference(self) -> None:
         """Precompute the reference's log-probabilities of every row, and free a reference that takes memory."""
-        evals = self.eval_dataset
         self.train_dataset = self._add_missing_columns(self.train_dataset, "train")
-        if isinstance(evals, dict):
-            self.eval_dataset = {name: self._add_missing_columns(one, name) for name, one in evals.items()}
-        elif evals is not None:
-            self.eval_dataset = self._add_missing_columns(evals, "eval")
+        self.eval_dataset = for_each_set(self.eval_dataset, self._add_missing_columns)
         if not isinstance(self.objective.reference, DisabledAdapter | UnchangedModel):
             self.objective.reference = self._second_model = None
 
@@ -354,9 +350,7 @@ class PreferenceTrainer(OverridableTrainer):
     def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
         if self._skip_prepare_dataset:
             return evals
-        if isinstance(evals, dict):
-            return {name: self._prepare_dataset(one, processing_class, args, name) for name, one in evals.items()}
-        return None if evals is None else self._prepare_dataset(evals, processing_class, args, "eval")
+        return for_each_set(evals, lambda dataset, name: self._prepare_dataset(dataset, processing_class, args, name))
 
     def _prepare_passed(self, dataset: Any) -> Any:
         dataset = self._prepared_evals(dataset, self.processing_class, self.args)
@@ -434,20 +428,7 @@ class PreferenceTrainer(OverridableTrainer):
             return self._mean_loss(self.objective.loss(model, inputs), model, inputs, inputs, return_outputs)
         return self._loss_of_padded(model, inputs, return_outputs)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if prediction_loss_only and self._requests_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        if prediction_loss_only:
-            return loss.detach(), None, None
-        return loss.detach(), *self._predictions_of(outputs, inputs)
-
     def _predictions_of(self, outputs: Any, inputs: Any) -> tuple[Any, Any]:
-        """Predictions and labels of a micro-batch, from the outputs of ``compute_loss``."""
         rewards = getattr(outputs, "rewards", outputs)
         if not isinstance(rewards, Tensor):  # a script's own value
             logits = getattr(outputs, "logits", None)

@@ -28,7 +28,7 @@ from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import TrlTrainer
+from burnish.trainer.trl.base import TrlTrainer, for_each_set
 from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import (
@@ -173,9 +173,7 @@ class SFTTrainer(TrlTrainer):
     def _prepared_evals(self, evals: Any, processing_class: Any, args: SFTConfig) -> Any:
         packing = args.packing if args.eval_packing is None else args.eval_packing
         more = (processing_class, args, packing, self._formatting_func)
-        if isinstance(evals, dict):
-            return {name: self._prepare_dataset(dataset, *more, name) for name, dataset in evals.items()}
-        return None if evals is None else self._prepare_dataset(evals, *more, "eval")
+        return for_each_set(evals, lambda dataset, name: self._prepare_dataset(dataset, *more, name))
 
     def _refuse_masks_without_labels(self, datasets: dict[str, Any], collator: Any) -> None:
         """Raise for masks without labels. Masks are converted to labels during preparation; without it all tokens
@@ -308,17 +306,6 @@ class SFTTrainer(TrlTrainer):
             return measured
         share = num_items / num_targets.clamp(min=1)
         return {name: value * share for name, value in measured.items()}
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Predict one batch. Logits are only computed if they are used."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if prediction_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return loss.detach(), outputs.logits.detach(), inputs.get("labels")
 
     # --- evaluation and logs ------------------------------------------------------------------------------------------
 
