@@ -106,6 +106,17 @@ def test_image_column_alone_precedes_first_user_message(folder):
     assert summarize(read(values, folder)) == [[(8, 4), "What?"], ["Red."]]
 
 
+@pytest.mark.parametrize("form", ["alpaca", "openai", "TRL"])
+def test_column_with_one_image_is_read(folder, form):
+    user, answer = {"role": "user", "content": "What? <image>"}, {"role": "assistant", "content": "Red."}
+    values = {
+        "alpaca": {"instruction": user["content"], "input": "", "output": "Red."},
+        "openai": {"messages": [user, answer]},
+        "TRL": {"prompt": [user], "completion": [answer]},
+    }[form]
+    assert summarize(read({**values, "image": "a.png"}, folder)) == [["What? ", (8, 4)], ["Red."]]
+
+
 def test_placeholder_without_image_column_is_plain_text(folder):
     values = {"instruction": "What is <image>?", "output": "A tag."}
     assert summarize(read(values, folder)) == [["What is <image>?"], ["A tag."]]

@@ -54,10 +54,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
     media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
     layout.awaited.update(source.further_columns.values())
-    images, videos = (
-        next((column for column in (named, f"{kind}s", kind) if column in media), "")
-        for named, kind in ((layout.images, "image"), (layout.videos, "video"))
-    )
+    images, videos = (_media_column(kind, source.columns or {}, media, found) for kind in ("image", "video"))
     return replace(
         layout, needs=needs, media=media, images=images, videos=videos, reader=needs.reader,
         required=layout.required - _optional_in(needs), further_columns=source.further_columns,
@@ -128,8 +125,13 @@ def named_layout(
     parts = {part: column for part, column in named.items() if part not in MEDIA}
     media = tuple(column for part, column in named.items() if part in MEDIA)
     required = frozenset(parts.keys() - metadata.get("optional", {}).keys())
-    images, videos = (named.get(f"{one}s") or named.get(one) or "" for one in ("image", "video"))
-    return Layout(name, parts, required, {**metadata.get("tags", {}), **spoken}, media, images, videos)
+    return Layout(name, parts, required, {**metadata.get("tags", {}), **spoken}, media)
+
+
+def _media_column(kind: str, named: Mapping[str, str | None], media: Sequence[str], found: Sequence[str]) -> str:
+    """Return the column of images or videos that the dataset names, or that its first records have; "" for none."""
+    columns = [c for c in (named.get(f"{kind}s"), named.get(kind), f"{kind}s", kind) if c is not None and c in media]
+    return next((column for column in columns if column in found), next(iter(columns), ""))
 
 
 def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_explicit: bool) -> None:
