@@ -1,4 +1,4 @@
-"""Images in a run: the family of its model and the collator of rows with images.
+"""Images in a run: the collator of rows with images, and the rows whose images turn out to be damaged.
 
 Models whose rows with images influence each other in every kind of batch are rejected.
 """
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
+from threading import Lock
 from typing import Any
 
 from burnish.config.errors import Problem, UserError
@@ -20,7 +21,7 @@ from burnish.data.batches.batching import collate_padding_free, collator, sequen
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import content_hash, images_of
 from burnish.kernels.probe import Capabilities, unwrap_peft
-from burnish.loop.types import Batch, Row
+from burnish.loop.types import IGNORE_INDEX, Batch, Row
 from burnish.models.images.ahead import ImagePrefetcher
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
 from burnish.models.images.features import patch_vision_model
@@ -29,7 +30,7 @@ from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, Tensors
 from burnish.models.images.together import must_run_together
 from burnish.parallel.selection import parallel_name
-from burnish.run.images.left_out import SkipDamagedImages
+from burnish.report.console import warn
 from burnish.run.plan.options import RunOptions
 from burnish.run.prepare import Prepared
 from burnish.utils.files import cache_home
@@ -61,6 +62,51 @@ def check_processes(model: Any, world_size: int, shards_weights: bool) -> Iterat
 _WAITING_REASON = (
     "A process without images in its micro-batch would not run the vision tower, and the others would wait for it."
 )
+
+
+class SkipDamagedImages:
+    """Prepares images, and skips the rows of those that are damaged (``on_bad_record: drop``).
+
+    A damaged image is replaced by a white one of the same size, so that the tokens of its row stay the same, and the
+    labels of the row are removed. Each file is reported once.
+
+    Args:
+        prepare: returns the tensors of an image; raises UserError if it cannot be decoded.
+        blank: returns the tensors of a white image of the same size.
+    """
+
+    def __init__(self, prepare: Callable[[Any], Any], blank: Callable[[Any], Any]) -> None:
+        self._prepare, self._blank, self._lock = prepare, blank, Lock()
+        self.damaged: dict[str, str] = {}
+
+    def __call__(self, image: Any) -> Any:
+        try:
+            return self._prepare(image)
+        except UserError as error:
+            self._note(image, error)
+            return self._blank(image)
+
+    def rows(self, rows: Sequence[Row], prepare: Callable[[Any], Any]) -> list[Row]:
+        """Return the rows; those with a damaged image have no labels. Args: prepare: may have prepared the images in
+        advance."""
+        for row in rows:
+            for image in images_of(row):
+                prepare(image)
+        is_damaged = [any(image.identity in self.damaged for image in images_of(row)) for row in rows]
+        return [
+            {**row, "labels": [IGNORE_INDEX] * len(row["labels"])} if damaged else row
+            for row, damaged in zip(rows, is_damaged, strict=True)
+        ]
+
+    def _note(self, image: Any, error: UserError) -> None:
+        with self._lock:
+            is_new = image.identity not in self.damaged
+            self.damaged[image.identity] = str(error.problems[0].what)
+        if is_new:
+            warn(
+                f"{image.path}: {error.problems[0].what} Its example is excluded from the step "
+                f"({len(self.damaged)} so far, on_bad_record: drop)."
+            )
 
 
 class RowCollator:
@@ -109,26 +155,22 @@ def collator_of(
         of_images = collate_padding_free if is_padding_free and layout.bidirectional else text
         return ImageCollator(text, of_images, layout, processor, images_of, prepared, one_by_one, cache)
 
+    name = type(model).__name__
     if layout.crosses:
-        images = image_collator(is_padding_free=False)
+        is_padding_free = False
         note = (
-            f"{type(model).__name__} cannot keep examples with images in the same batch independent of each "
-            "other, so each batch has one example."
+            f"{name} cannot keep examples with images in the same batch independent of each other, so each batch has "
+            "one example."
         )
-        capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False, notes=(note,))
-        return RowCollator(images, images.collate, prepared, left_out), capabilities
-    may_be_flat = capabilities.is_padding_free or (bool(layout.bidirectional) and options.padding_free)
-    is_padding_free = may_be_flat and isolates_images(model, image_collator(is_padding_free=True))
-    if not is_padding_free and not isolates_images(model, image_collator(is_padding_free=False)):
-        name = type(model).__name__
-        what = f"{name} cannot keep examples with images in the same batch independent, even in a padded batch."
-        raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
-    if (
-        is_padding_free != capabilities.is_padding_free
-    ):  # the masks for Gemma separate rows that its own attention would mix
-        note = (
-            f"{type(model).__name__} cannot keep concatenated examples with images independent, so batches are padded."
-        )
+    else:
+        # The masks for Gemma separate rows that its own attention would mix.
+        may_be_flat = capabilities.is_padding_free or (bool(layout.bidirectional) and options.padding_free)
+        is_padding_free = may_be_flat and isolates_images(model, image_collator(is_padding_free=True))
+        note = f"{name} cannot keep concatenated examples with images independent, so batches are padded."
+        if not is_padding_free and not isolates_images(model, image_collator(is_padding_free=False)):
+            what = f"{name} cannot keep examples with images in the same batch independent, even in a padded batch."
+            raise UserError(what, remedy="Use a different model, such as Qwen2-VL.", option="model_name_or_path")
+    if layout.crosses or is_padding_free != capabilities.is_padding_free:
         shares = capabilities.shares_prefixes and is_padding_free
         notes = () if is_padding_free else (note,)
         capabilities = replace(capabilities, is_padding_free=is_padding_free, shares_prefixes=shares, notes=notes)
