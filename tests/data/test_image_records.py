@@ -117,6 +117,16 @@ def test_column_with_one_image_is_read(folder, form):
     assert summarize(read({**values, "image": "a.png"}, folder)) == [["What? ", (8, 4)], ["Red."]]
 
 
+def test_image_in_another_column_than_in_the_first_records_is_reported(folder):
+    needs = RecordNeeds(reader=MediaReader((folder,), 1024, 589824, ""))
+    first = {"instruction": "What?", "output": "Red.", "images": ["a.png"]}
+    layout = layout_of(DataSource("v", "records", [], "v.json"), [first], "v.json", needs)
+    other = {"instruction": "What?", "output": "Red.", "image": "a.png"}
+    with pytest.raises(UserError, match=r'the column "image", but images .* are read from images, videos') as raised:
+        convert_records([(other, "v.json", 21)], layout, DataStats())
+    assert "audio" not in str(raised.value)
+
+
 def test_placeholder_without_image_column_is_plain_text(folder):
     values = {"instruction": "What is <image>?", "output": "A tag."}
     assert summarize(read(values, folder)) == [["What is <image>?"], ["A tag."]]

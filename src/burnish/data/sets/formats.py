@@ -27,7 +27,7 @@ from burnish.config.errors import Problem, UserError, few
 from burnish.config.registry import Registry
 from burnish.data.reading.files import line_of
 from burnish.data.reading.json_files import NOT_AN_OBJECT, OBJECT_EXAMPLE, NotAnObject, Values
-from burnish.data.sets.images import refuse_audio, with_images, with_paths
+from burnish.data.sets.images import refuse_other_media, with_images, with_paths
 from burnish.data.sets.preferences import with_preference
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, as_list, as_messages, as_text
 from burnish.data.sets.turns import OPENAI_TAGS, SHAREGPT_TAGS, as_context, conversation, messages_of
@@ -224,7 +224,7 @@ def examples_from(
                 record.refuse_media()
                 example = with_preference(record, read(record))
             else:
-                refuse_audio(record)
+                refuse_other_media(record)
                 example = with_images(record, with_preference(record, read(record)))
             if columns:
                 extra = {name: values.get(name) for name in columns}

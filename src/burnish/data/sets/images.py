@@ -113,11 +113,15 @@ def _image(reader: MediaReader, kind: str, source: Any, place: str, limits: Mapp
 _NO_AUDIO = "it contains audio; burnish trains on text, images and videos."
 
 
-def refuse_audio(record: Record) -> None:
-    """Raise BadRecord for a record with audio."""
+def refuse_other_media(record: Record) -> None:
+    """Raise BadRecord for a record with audio, or with images or videos in a column that is not read."""
+    read = (record.layout.images, record.layout.videos)
     for column in record.layout.media:
-        if record.values.get(column) and column not in (record.layout.images, record.layout.videos):
-            raise BadRecord(_NO_AUDIO)
+        if record.values.get(column) and column not in read:
+            if column not in ("images", "image", "videos", "video"):
+                raise BadRecord(_NO_AUDIO)
+            what = f'it has the column "{column}", but images and videos of this dataset are read from '
+            raise BadRecord(f"{what}{list_columns(filter(None, read))}.", "Use the same columns in all records.")
 
 
 def with_images(record: Record, example: Example) -> Example:
