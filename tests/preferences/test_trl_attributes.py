@@ -16,7 +16,17 @@ from transformers import (
     TrainerCallback,
 )  # fmt: skip
 
-from burnish import UserError
+from burnish import (
+    CPOTrainer,
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    ORPOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    UserError,
+)
+from burnish.trainer.trl.base import argument
 from small_run import make_model
 
 pytestmark = pytest.mark.run
@@ -241,6 +251,17 @@ def test_attribute_that_cannot_change_is_refused(folder, tmp_path):
     trainer = make("DPOTrainer", folder / "model", tmp_path)
     with pytest.raises(UserError, match="`label_smoothing` of a trainer cannot be changed"):
         trainer.label_smoothing = 0.1
+
+
+@pytest.mark.parametrize(
+    "kind", [CPOTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, ORPOTrainer, RLOOTrainer, RewardTrainer]
+)
+def test_attributes_of_trainers_are_arguments_of_their_config(kind):
+    args = kind.config_class(use_cpu=True, bf16=False)
+    for name in dir(kind):
+        attribute = vars(next(base for base in kind.__mro__ if name in vars(base)))[name]
+        if isinstance(attribute, argument):
+            attribute.read(args)
 
 
 def test_reward_trainer_names_how_a_script_adds_a_padding_token(folder, tmp_path):

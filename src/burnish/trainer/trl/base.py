@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +16,28 @@ from burnish.models.images.processor import copy_companions
 from burnish.trainer.trainer import Trainer
 from burnish.trainer.trl.lengths import refuse_long_rows
 
-Config = TypeVar("Config")
 
-
-class argument(Generic[Config]):
-    """An attribute of a trainer that reads its arguments.
+class argument:
+    """An attribute of a trainer that reads its arguments: by default the one of the same name.
 
     A script may set it. In a constructor before TRL's, this has no effect, as in TRL. A value that the run cannot take
     over later is refused.
 
     Args:
-        config: the class of the arguments, for type checkers.
-        read: arguments -> value.
+        read: arguments -> value, if it is not the argument of this name.
         write: applies a new value: (trainer, value). None: the value is fixed when the trainer is created.
     """
 
     def __init__(
-        self, config: type[Config], read: Callable[[Config], Any], write: Callable[[Any, Any], None] | None = None
+        self, read: Callable[[Any], Any] | None = None, write: Callable[[Any, Any], None] | None = None
     ) -> None:
-        self.read, self.write, self.name = read, write, ""
+        self._read, self.write = read, write
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+
+    def read(self, args: Any) -> Any:
+        return getattr(args, self.name) if self._read is None else self._read(args)
 
     def __get__(self, trainer: Any, kind: type | None = None) -> Any:
         return self if trainer is None else self.read(trainer.args)

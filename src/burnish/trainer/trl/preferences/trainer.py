@@ -38,14 +38,14 @@ class DPOTrainer(PreferenceTrainer):
     _requests_loss_only = True
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss")
 
-    beta = argument(DPOConfig, lambda args: args.beta, set_beta)
-    f_divergence_type = argument(DPOConfig, lambda args: args.f_divergence_type)
-    f_alpha_divergence_coef = argument(DPOConfig, lambda args: args.f_alpha_divergence_coef)
-    ld_alpha = argument(DPOConfig, lambda args: args.ld_alpha)
-    use_weighting = argument(DPOConfig, lambda args: args.use_weighting)
-    loss_types = argument(DPOConfig, lambda args: list(args.loss_type))
-    loss_weights = argument(DPOConfig, lambda args: args.loss_weights)
-    label_smoothing = argument(DPOConfig, lambda args: args.label_smoothing)
+    beta = argument(write=set_beta)
+    f_divergence_type = argument()
+    f_alpha_divergence_coef = argument()
+    ld_alpha = argument()
+    use_weighting = argument()
+    loss_types = argument(lambda args: list(args.loss_type))
+    loss_weights = argument()
+    label_smoothing = argument()
 
     def _loss_of_padded(self, model: nn.Module, inputs: Any, return_outputs: bool) -> Any:
         return self._compute_loss(model, inputs, return_outputs)
@@ -66,11 +66,11 @@ class KTOTrainer(PreferenceTrainer):
     kind = "unpaired"
     _loss_methods = (*PreferenceTrainer._loss_methods, "_compute_loss", "_compute_kl_logps")
 
-    beta = argument(KTOConfig, lambda args: args.beta, set_beta)
-    loss_type = argument(KTOConfig, lambda args: args.loss_type)
+    beta = argument(write=set_beta)
+    loss_type = argument()
     calculate_KL = property(lambda self: self.objective.has_baseline)
-    desirable_weight = argument(KTOConfig, lambda args: args.desirable_weight)
-    undesirable_weight = argument(KTOConfig, lambda args: args.undesirable_weight)
+    desirable_weight = argument()
+    undesirable_weight = argument()
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: KTOConfig, dataset_name: str) -> Any:
         rows = super()._prepare_dataset(dataset, processing_class, args, dataset_name)

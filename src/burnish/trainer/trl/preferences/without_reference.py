@@ -48,12 +48,12 @@ class ORPOTrainer(PreferenceTrainer):
     get_batch_logps = staticmethod(get_batch_logps)
     concatenated_inputs = staticmethod(concatenated_inputs)
 
-    beta = argument(ORPOConfig, lambda args: args.beta, set_beta)
+    beta = argument(write=set_beta)
     padding_value = property(lambda self: self._pad)
     pad_token_id = property(lambda self: self._pad)
-    max_length = argument(ORPOConfig, lambda args: args.max_length)
-    generate_during_eval = argument(ORPOConfig, lambda args: args.generate_during_eval)
-    max_completion_length = argument(ORPOConfig, lambda args: args.max_completion_length)
+    max_length = argument()
+    generate_during_eval = argument()
+    max_completion_length = argument()
     aux_loss_coef = property(lambda self: self.objective.aux_coefficient)
 
     def __init__(self, model: Any, args: object = None, *rest: Any, **kwargs: Any) -> None:
@@ -234,11 +234,11 @@ class CPOTrainer(ORPOTrainer):
     _pair_methods = (*PAIR_METHODS, "cpo_loss")
     _loss_methods = (*PreferenceTrainer._loss_methods, *_pair_methods)
 
-    label_smoothing = argument(CPOConfig, lambda args: args.label_smoothing)
-    loss_type = argument(CPOConfig, lambda args: args.loss_type)
-    cpo_alpha = argument(CPOConfig, lambda args: args.cpo_alpha)
-    simpo_gamma = argument(CPOConfig, lambda args: args.simpo_gamma)
-    alpha = argument(CPOConfig, lambda args: args.alpha)
+    label_smoothing = argument()
+    loss_type = argument()
+    cpo_alpha = argument()
+    simpo_gamma = argument()
+    alpha = argument()
 
     def _mean(self, chosen: Tensor, rejected: Tensor, nll: Tensor) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         losses, *rewards = self.cpo_loss(chosen, rejected)

@@ -48,31 +48,27 @@ class RolloutAttributes(OverridableTrainer):
     objective: RolloutObjective
     _tokenizer: Any
 
-    beta = argument(RolloutConfig, lambda args: args.beta, _set_beta)
-    chat_template_kwargs = argument(RolloutConfig, lambda args: args.chat_template_kwargs or {})
-    epsilon_high = argument(
-        RolloutConfig, lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high
-    )
-    epsilon_low = argument(RolloutConfig, lambda args: args.epsilon)
-    generation_kwargs = argument(RolloutConfig, lambda args: args.generation_kwargs or {})
-    log_completions = argument(RolloutConfig, lambda args: args.log_completions)
-    log_unique_prompts = argument(RolloutConfig, lambda args: args.log_unique_prompts)
-    mask_truncated_completions = argument(RolloutConfig, lambda args: args.mask_truncated_completions)
-    max_completion_length = argument(
-        RolloutConfig, lambda args: args.max_completion_length, _setting("max_completion_length")
-    )
-    max_tool_calling_iterations = argument(RolloutConfig, lambda args: args.max_tool_calling_iterations)
-    min_p = argument(RolloutConfig, lambda args: args.min_p, _setting("min_p"))
-    num_completions_to_print = argument(RolloutConfig, lambda args: args.num_completions_to_print)
-    num_generations = argument(RolloutConfig, lambda args: args.num_generations)
-    num_generations_eval = argument(RolloutConfig, lambda args: args.num_generations_eval or args.num_generations)
-    num_iterations = argument(RolloutConfig, lambda args: args.num_iterations)
-    pad_to_multiple_of = argument(RolloutConfig, lambda args: args.pad_to_multiple_of)
-    repetition_penalty = argument(RolloutConfig, lambda args: args.repetition_penalty, _setting("repetition_penalty"))
-    shuffle_dataset = argument(RolloutConfig, lambda args: args.shuffle_dataset)
-    temperature = argument(RolloutConfig, lambda args: args.temperature)
-    top_k = argument(RolloutConfig, lambda args: args.top_k, _setting("top_k"))
-    top_p = argument(RolloutConfig, lambda args: args.top_p, _setting("top_p"))
+    beta = argument(write=_set_beta)
+    chat_template_kwargs = argument(lambda args: args.chat_template_kwargs or {})
+    epsilon_high = argument(lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    epsilon_low = argument(lambda args: args.epsilon)
+    generation_kwargs = argument(lambda args: args.generation_kwargs or {})
+    log_completions = argument()
+    log_unique_prompts = argument()
+    mask_truncated_completions = argument()
+    max_completion_length = argument(write=_setting("max_completion_length"))
+    max_tool_calling_iterations = argument()
+    min_p = argument(write=_setting("min_p"))
+    num_completions_to_print = argument()
+    num_generations = argument()
+    num_generations_eval = argument(lambda args: args.num_generations_eval or args.num_generations)
+    num_iterations = argument()
+    pad_to_multiple_of = argument()
+    repetition_penalty = argument(write=_setting("repetition_penalty"))
+    shuffle_dataset = argument()
+    temperature = argument()
+    top_k = argument(write=_setting("top_k"))
+    top_p = argument(write=_setting("top_p"))
     chat_template = None
     """In TRL, another chat template for training. Here it is always that of the tokenizer."""
     use_vllm = False

@@ -26,14 +26,14 @@ class GRPOTrainer(RolloutTrainer):
         "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"
     }  # fmt: skip
     tag = "grpo"
-    importance_sampling_level = argument(GRPOConfig, lambda args: args.importance_sampling_level)
-    loss_type = argument(GRPOConfig, lambda args: args.loss_type)
-    off_policy_mask_threshold = argument(GRPOConfig, lambda args: args.off_policy_mask_threshold)
-    scale_rewards = argument(GRPOConfig, lambda args: args.scale_rewards)
-    top_entropy_quantile = argument(GRPOConfig, lambda args: args.top_entropy_quantile)
-    entropy_coef = argument(GRPOConfig, lambda args: args.entropy_coef)
-    use_adaptive_entropy = argument(GRPOConfig, lambda args: args.use_adaptive_entropy)
-    multi_objective_aggregation = argument(GRPOConfig, lambda args: args.multi_objective_aggregation)
+    importance_sampling_level = argument()
+    loss_type = argument()
+    off_policy_mask_threshold = argument()
+    scale_rewards = argument()
+    top_entropy_quantile = argument()
+    entropy_coef = argument()
+    use_adaptive_entropy = argument()
+    multi_objective_aggregation = argument()
     vllm_importance_sampling_correction = False
     """Read by a script's copy of TRL's ``_compute_loss``: completions are always those of the trained model."""
 
@@ -104,5 +104,5 @@ class RLOOTrainer(RolloutTrainer):
     objective_class = LeaveOneOutObjective
     tag = "rloo"
 
-    normalize_advantages = argument(RLOOConfig, lambda args: args.normalize_advantages)
-    reward_clip_range = argument(RLOOConfig, lambda args: args.reward_clip_range)
+    normalize_advantages = argument()
+    reward_clip_range = argument()
