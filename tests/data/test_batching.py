@@ -23,8 +23,10 @@ from burnish.data.batches.batching import (
     splits_rows,
 )
 from burnish.data.options import DataOptions
+from burnish.data.origins import Origins
 from burnish.data.rows.row_set import ListedRows, pack_rows
-from burnish.loop.types import IGNORE_INDEX
+from burnish.data.sets.examples import ListedExamples
+from burnish.loop.types import IGNORE_INDEX, Example
 
 Options = union("Options", BatchingOptions, DataOptions)
 
@@ -209,6 +211,53 @@ def test_pretraining_splits_long_text_and_fine_tuning_keeps_rows_whole():
     assert [lengths_of(p) for p in pack_rows(rows, Options(), "wrapped", 6)] == [[5, 1], [3]]
     assert [lengths_of(p) for p in pack_rows(rows, Options(packing=True), None, 6)] == [[5], [4]]
     assert pack_rows(rows, Options(), None, 6) is rows
+
+
+class CountedRows(ListedRows):
+    """Rows whose lengths are known without reading them. They have no images."""
+
+    lengths, has_images = (), False
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.lengths, self.num_read = [len(each["input_ids"]) for each in rows], 0
+
+    def item(self, index):
+        self.num_read += 1
+        return super().item(index)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packs_are_assembled_when_they_are_read(strategy):
+    rows = CountedRows([row(10 * n, 1 + n % 8) for n in range(40)])
+    packs = pack_rows(rows, Options(packing=True, packing_strategy=strategy), None, 8)
+    assert packs.lengths
+    assert packs.sequence_lengths
+    assert packs.num_examples
+    assert rows.num_read == 0
+    assert list(packs) == pack(rows.rows, 8, strategy)
+    assert list(packs.lengths) == [len(each["input_ids"]) for each in packs]
+    assert list(packs.sequence_lengths) == [length for each in packs for length in lengths_of(each)]
+    assert list(packs.num_examples) == [len(lengths_of(each)) for each in packs]
+
+
+def test_memory_of_packs_does_not_depend_on_their_tokens():
+    rows = CountedRows([row(0, 10_000)] * 1000)
+    tracemalloc.start()
+    packs = pack_rows(rows, Options(), "wrapped", 2048)
+    assert sum(packs.lengths) == 10_000_000
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_records_of_a_pack_are_found_without_packing_again():
+    examples = ListedExamples([Example(source="a.json", number=n + 1) for n in range(6)])
+    rows = CountedRows([row(10 * n, length) for n, length in enumerate((5, 6, 4, 5, 2, 1))])
+    packs = pack_rows(rows, Options(packing=True), None, 10)
+    origins = Origins(examples, rows, packs.plan)
+    assert origins([1]) == ["a.json, record 1", "a.json, record 4"]
+    assert origins([0, 0]) == ["a.json, record 2", "a.json, record 3"]
+    assert rows.num_read == 0
 
 
 @pytest.mark.parametrize(

@@ -145,11 +145,11 @@ def _kind(options: RunOptions, is_eval: bool = False) -> str:
     return "pack" if packs_rows(options, OBJECTIVES[options.stage].default_packing, is_eval) else "example"
 
 
-def _size_of(rows: Sequence[Row | None], kind: str) -> str:
+def _size_of(rows: RowSet[Any], kind: str) -> str:
     """``4,000 examples``, ``2,012 packs of 4,000 examples``."""
     if kind == "example":
         return format_count(len(rows), "example")
-    num_rows = sum(len(row.get("seq_lengths", [0])) for row in rows if row)
+    num_rows = len(rows) if rows.num_examples is None else sum(rows.num_examples)
     return f"{format_count(len(rows), 'pack')} of {format_count(num_rows, 'example')}"
 
 

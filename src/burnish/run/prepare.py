@@ -26,7 +26,7 @@ from burnish.data.images.family import Family
 from burnish.data.length import check_record_lengths
 from burnish.data.origins import Origins
 from burnish.data.rows.encode import encode_rows
-from burnish.data.rows.row_set import ListedRows, RowSet, pack_rows
+from burnish.data.rows.row_set import ListedRows, PackedRows, RowSet, pack_rows
 from burnish.data.rows.streamed import StreamedRows
 from burnish.data.sets.examples import ListedExamples
 from burnish.data.sets.preferences import with_references
@@ -208,9 +208,8 @@ def training_rows(
         )
         return streamed, sample_of(streamed), Origins(sets.train, streamed, None)
     plain = encode(sets.train, objective, stats, options, data=sets.fingerprint)
-    pack = partial(pack_rows, options=options, default=objective.default_packing, capacity=options.cutoff_len)
-    rows = pack(plain)
-    return rows, rows, Origins(sets.train, plain, None if rows is plain else pack)
+    rows = pack_rows(plain, options, objective.default_packing, options.cutoff_len)
+    return rows, rows, Origins(sets.train, plain, rows.plan if isinstance(rows, PackedRows) else None)
 
 
 def evaluation_rows(

@@ -13,6 +13,7 @@ are split into their rows again. (LLaMA-Factory's plain ``packing`` allows atten
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -289,11 +290,43 @@ def _column(row: Row, name: str) -> Sequence[float]:
 # --- rows -> packs ----------------------------------------------------------------------------------------------------
 
 
-def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
-    """Pack rows into packs of at most ``capacity`` tokens. Each pack stores the lengths of its rows.
+@dataclass(frozen=True)
+class PackPlan:
+    """The pieces of each pack. A piece is a row or a part of one.
 
     Args:
-        rows: rows to pack.
+        rows: (P,) int64, row of each piece, in the order of the packs.
+        begins, ends: (P,) int64, tokens of the row that are in the piece.
+        splits: (number of packs + 1,) int64, first piece of each pack, and P.
+    """
+
+    rows: array[int]
+    begins: array[int]
+    ends: array[int]
+    splits: array[int]
+
+    def __len__(self) -> int:
+        return len(self.splits) - 1
+
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """Return (row, begin, end) of each piece of a pack."""
+        chosen = slice(self.splits[index], self.splits[index + 1])
+        return list(zip(self.rows[chosen], self.begins[chosen], self.ends[chosen], strict=True))
+
+    def assemble(self, rows: Sequence[Row], index: int) -> Row:
+        """Return a pack of ``rows``.
+
+        Raises:
+            UserError: if a piece would split an image.
+        """
+        return _concatenated_row([_piece(rows[row], begin, end) for row, begin, end in self.pieces(index)])
+
+
+def plan_packs(lengths: Sequence[int], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> PackPlan:
+    """Assign rows to packs of at most ``capacity`` tokens.
+
+    Args:
+        lengths: tokens of each row.
         capacity: tokens of a full pack.
         strategy: "bfd": best-fit decreasing, rows stay whole. "bfd_split": the same, after splitting rows that are
             longer than a pack. "wrapped": concatenate all rows in order and split every ``capacity`` tokens.
@@ -301,12 +334,32 @@ def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incompl
     Raises:
         ValueError: if a row is longer than a pack, with "bfd".
     """
+    pieces: Iterable[tuple[int, int, int, int]]  # row, begin, end, pack
     if strategy == "wrapped":
-        return list(_blocks(rows, capacity, drop_incomplete))
-    if strategy == "bfd_split":
-        rows = [part for row in rows for part in _split_row(row, capacity)]
-    plan = pack_best_fit([len(row["input_ids"]) for row in rows], capacity)
-    return [_concatenated_row([rows[index] for index in chosen]) for chosen in plan]
+        pieces = _blocks(lengths, capacity, drop_incomplete)
+    else:
+        parts = [(row, 0, length) for row, length in enumerate(lengths)]
+        if strategy == "bfd_split":
+            parts = [
+                (row, begin, min(begin + capacity, end)) for row, _, end in parts for begin in range(0, end, capacity)
+            ]
+        packs = pack_best_fit([end - begin for _, begin, end in parts], capacity)
+        pieces = ((*parts[part], number) for number, chosen in enumerate(packs) for part in chosen)
+    rows, begins, ends, splits = (array("q") for _ in range(4))
+    for place, (row, begin, end, number) in enumerate(pieces):
+        if number == len(splits):
+            splits.append(place)
+        rows.append(row)
+        begins.append(begin)
+        ends.append(end)
+    splits.append(len(rows))
+    return PackPlan(rows, begins, ends, splits)
+
+
+def pack(rows: Sequence[Row], capacity: int, strategy: str = "bfd", drop_incomplete: bool = False) -> list[Row]:
+    """Return the packs of ``plan_packs``. Each pack stores the lengths of its pieces."""
+    plan = plan_packs([len(row["input_ids"]) for row in rows], capacity, strategy, drop_incomplete)
+    return [plan.assemble(rows, index) for index in range(len(plan))]
 
 
 def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -342,27 +395,23 @@ def pack_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def _blocks(rows: Sequence[Row], capacity: int, drop_incomplete: bool) -> Iterator[Row]:
-    """Concatenate all rows and yield blocks of ``capacity`` tokens. A block stores the lengths of its parts."""
-    parts: list[Row] = []
-    free = capacity
-    for row in rows:
-        begin, length = 0, len(row["input_ids"])
+def _blocks(lengths: Sequence[int], capacity: int, drop_incomplete: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Split the concatenated rows every ``capacity`` tokens. Yields (row, begin, end, block) of each piece."""
+    num_blocks = sum(lengths) // capacity if drop_incomplete else None
+    place = 0  # in the concatenated rows
+    for row, length in enumerate(lengths):
+        begin = 0
         while begin < length:
-            end = min(begin + free, length)
-            parts.append(_slice(row, begin, end))
-            free -= end - begin
+            end = min(begin + capacity - place % capacity, length)
+            if place // capacity == num_blocks:
+                return
+            yield row, begin, end, place // capacity
+            place += end - begin
             begin = end
-            if free == 0:
-                yield _concatenated_row(parts)
-                parts, free = [], capacity
-    if parts and not drop_incomplete:
-        yield _concatenated_row(parts)
 
 
-def _split_row(row: Row, capacity: int) -> Iterator[Row]:
-    length = len(row["input_ids"])
-    return (_slice(row, begin, min(begin + capacity, length)) for begin in range(0, length, capacity))
+def _piece(row: Row, begin: int, end: int) -> Row:
+    return row if end - begin == len(row["input_ids"]) else _slice(row, begin, end)
 
 
 def _concatenated_row(rows: Sequence[Row]) -> Row:

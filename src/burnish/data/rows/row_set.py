@@ -5,12 +5,22 @@ Indexing returns a row, or None for an example without a row. Lengths are known 
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from burnish.config.errors import UserError
-from burnish.data.batches.batching import PackingChoices, lengths_of, pack, packing_strategy_of, packs_rows
+from burnish.data.batches.batching import (
+    PackingChoices,
+    PackPlan,
+    lengths_of,
+    packing_strategy_of,
+    packs_rows,
+    plan_packs,
+)
 from burnish.data.stats import DataStats
 from burnish.loop.types import Row
 from burnish.utils.sequences import LazySequence
@@ -93,7 +103,7 @@ class RowsOver(RowSet["Row | None"]):
 
 
 class ListedRows(RowSet[Row]):
-    """Rows in memory, for example packs."""
+    """Rows in memory."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
@@ -109,21 +119,64 @@ class ListedRows(RowSet[Row]):
         return [len(row.get("seq_lengths") or (row,)) for row in self.rows]
 
 
+class PackedRows(RowSet[Row]):
+    """The packs of a dataset, each assembled when it is accessed. Only the plan is held in memory.
+
+    Args:
+        rows: rows before packing.
+        plan: pieces of each pack.
+    """
+
+    def __init__(self, rows: RowSet[Row], plan: PackPlan) -> None:
+        self.rows, self.plan = rows, plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def item(self, index: int) -> Row:
+        return self.plan.assemble(self.rows, index)
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Number of tokens of each pack."""
+        pieces = map(self.plan.pieces, range(len(self)))
+        return array("q", (sum(end - begin for _, begin, end in pack) for pack in pieces))
+
+    @cached_property
+    def sequence_lengths(self) -> Sequence[int]:
+        return array("q", (end - begin for begin, end in zip(self.plan.begins, self.plan.ends, strict=True)))
+
+    @cached_property
+    def num_examples(self) -> Sequence[int]:
+        """Number of pieces of each pack."""
+        return array("q", (end - begin for begin, end in pairwise(self.plan.splits)))
+
+    @property
+    def has_images(self) -> bool:
+        return self.rows.has_images
+
+    def statistics(self) -> DataStats:
+        return self.rows.statistics()
+
+
 def pack_rows(
     rows: RowSet[Row], options: PackingChoices, default: str | None, capacity: int, is_eval: bool = False
 ) -> RowSet[Row]:
     """Return packs of ``capacity`` tokens if the options enable packing, otherwise ``rows``.
 
     Raises:
-        UserError: if ``drop_incomplete_block`` drops all tokens.
+        UserError: if ``drop_incomplete_block`` drops all tokens, or a pack would split an image.
     """
     if not packs_rows(options, default, is_eval):
         return rows
-    packs = pack(rows, capacity, packing_strategy_of(options, default), options.drop_incomplete_block)
+    strategy = packing_strategy_of(options, default)
+    packs = PackedRows(rows, plan_packs(rows.lengths, capacity, strategy, options.drop_incomplete_block))
     if not packs and (tokens := sum(rows.lengths)):
         what = f"The {'evaluation' if is_eval else 'training'} set has {tokens:,} tokens, less than one block of "
         what += f"cutoff_len {capacity:,}, and drop_incomplete_block drops incomplete blocks."
         raise UserError(
             what, remedy="Remove drop_incomplete_block, or lower cutoff_len.", option="drop_incomplete_block"
         )
-    return ListedRows(packs)
+    if strategy != "bfd" and rows.has_images:
+        deque(packs, maxlen=0)  # raises an error before training
+    return packs
