@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import pickle
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 
 from burnish.config.errors import Problem, UserError
 from burnish.config.registry import Member
+from burnish.data.rows import encode as encode_module
 from burnish.data.rows.encode import encode_rows
 from burnish.data.rows.row_set import ListedRows
 from burnish.data.rows.store import MANIFEST
@@ -99,6 +101,23 @@ def test_examples_are_encoded_in_batches():
     encode = Encoder()
     prepared(100, encode, preprocessing_batch_size=30)
     assert encode.batches == [30, 30, 30, 10]
+
+
+def test_long_examples_are_encoded_in_smaller_batches(monkeypatch):
+    sizes = (30, 40, 50, 60, 101, 10, 90, 1)
+    examples = [Example(text="x" * size, source="a.json", number=number) for number, size in enumerate(sizes, start=1)]
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 100)
+    batches = []
+
+    def encode(batch, stats):
+        batches.append([len(example.text) for example in batch])
+        return [{"input_ids": [len(example.text)]} for example in batch]
+
+    rows = encode_rows(examples, encode, DataStats(), fingerprint="f")
+    assert batches == [[30, 40], [50], [60], [101], [10, 90], [1]]
+    assert [row["input_ids"] for row in rows] == [[size] for size in sizes]
+    assert list(rows.origins) == list(range(8))
+    assert encode_rows([], encode, DataStats(), fingerprint="f").lengths == array("q")
 
 
 def test_encoded_rows_are_found_in_the_cache():

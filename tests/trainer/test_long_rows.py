@@ -12,7 +12,10 @@ from transformers import AutoTokenizer
 
 import burnish
 from burnish.config.errors import UserError
+from burnish.data.sets.trl import trl_layout
+from burnish.data.stats import DataStats
 from burnish.trainer.inspection import num_positions
+from burnish.trainer.trl.prepared import EncodeRecords
 from burnish.utils.library_warnings import hide_library_warnings
 
 disable_progress_bars()
@@ -119,3 +122,18 @@ def test_adapters_cause_no_warnings_of_libraries_about_each_other(caplog):
     headless.loss_type = None
     assert headless.loss_function is not None
     assert not caplog.records
+
+
+def test_long_records_of_a_script_are_encoded_in_smaller_batches(monkeypatch):
+    monkeypatch.setattr("burnish.data.rows.encode.BATCH_CHARACTERS", 100)
+    batches = []
+
+    def encode(examples, stats):
+        batches.append([len(example.text) for example in examples])
+        return [{"input_ids": [len(example.text)]} for example in examples]
+
+    records = EncodeRecords(trl_layout("texts", {"text": ""}, "text", None), encode, ("input_ids",), None)
+    located = [({"text": "x" * size}, "train dataset", size) for size in (60, 50, 101, 20, 30)]
+    rows = records(located, DataStats())
+    assert batches == [[60], [50], [101], [20, 30]]
+    assert [row["input_ids"][0] for row in rows] == [60, 50, 101, 20, 30]

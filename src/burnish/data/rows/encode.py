@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from errno import EACCES
@@ -46,6 +47,9 @@ Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
 
 BATCH_SIZE = 1000
 """Default number of examples encoded together: enough for all threads of a tokenizer."""
+BATCH_CHARACTERS = 8_000_000
+"""Maximum number of characters encoded together, unless a single example has more. A tokenizer needs about 30 bytes per
+character."""
 _PROCESS_START = time.time()
 CACHE_REMEDY = "Set the environment variable BURNISH_CACHE to a writable folder."
 
@@ -216,51 +220,68 @@ def _encode_all(
     examples: Sequence[Any], encode: Encode, stats: DataStats, writer: RowWriter, batch_size: int, num_workers: int,
     title: str | None,
 ) -> None:  # fmt: skip
-    starts = range(0, len(examples), batch_size)
-    with without_garbage_collection(), progress(title or _title(examples), len(examples), "records") as advance:
-        for start, (rows, counted) in zip(starts, _batches(examples, encode, starts, num_workers), strict=True):
+    # With a title, the examples are records of a script, which are read when they are encoded.
+    sizes = array("q", map(num_characters, examples)) if title is None else array("q", [0]) * len(examples)
+    spans = batch_spans(sizes, batch_size)
+    with without_garbage_collection(), progress(title or _title(examples, sizes), len(examples), "records") as advance:
+        for span, (rows, counted) in zip(spans, _batches(examples, encode, spans, num_workers), strict=True):
             stats.merge(counted)
-            for origin, row in enumerate(rows, start=start):
+            for origin, row in zip(span, rows, strict=True):
                 if row is not None:
                     writer.add(origin, row)
             advance(len(rows))
 
 
-def _title(examples: Sequence[Example]) -> str:
+def batch_spans(sizes: Sequence[int], batch_size: int = BATCH_SIZE) -> list[range]:
+    """Divide examples into batches of at most ``batch_size`` examples and ``BATCH_CHARACTERS`` characters.
+
+    Args:
+        sizes: number of characters of each example.
+    """
+    spans, begin, total = [], 0, 0
+    for at, size in enumerate(sizes):
+        if at > begin and (at - begin == batch_size or total + size > BATCH_CHARACTERS):
+            spans.append(range(begin, at))
+            begin, total = at, 0
+        total += size
+    return [*spans, range(begin, len(sizes))] if sizes else []
+
+
+def _title(examples: Sequence[Example], sizes: Sequence[int]) -> str:
     """Return the title of the progress bar. It names the longest record if that one is very long."""
-    sizes = ((num_characters(example), -number) for number, example in enumerate(examples))
-    size, place = max(sizes, default=(0, 0))
-    if size < LONG_RECORD:
+    longest = max(sizes, default=0)
+    if longest < LONG_RECORD:
         return "Tokenizing"
-    return f"Tokenizing (longest: {examples[-place].place}, {size / 1e6:.1f} million characters)"
+    place = examples[sizes.index(longest)].place
+    return f"Tokenizing (longest: {place}, {longest / 1e6:.1f} million characters)"
 
 
-def _batches(examples: Sequence[Any], encode: Encode, starts: range, num_workers: int) -> Iterator[Encoded]:
+def _batches(examples: Sequence[Any], encode: Encode, spans: Sequence[range], num_workers: int) -> Iterator[Encoded]:
     """Yield rows and stats of each batch, in order."""
 
-    def encoded(start: int) -> Encoded | tuple[Problem, ...]:
+    def encoded(span: range) -> Encoded | tuple[Problem, ...]:
         """Encode one batch, or return its problems, since an exception would lose them between processes."""
         counted = DataStats()
         try:
-            return encode(examples[start : start + starts.step], counted), counted
+            return encode(examples[span.start : span.stop], counted), counted
         except UserError as error:
             return error.problems
 
-    for result in map(encoded, starts) if num_workers <= 1 else _in_processes(encoded, starts, num_workers):
+    for result in map(encoded, spans) if num_workers <= 1 else _in_processes(encoded, spans, num_workers):
         if isinstance(result[0], Problem):
             raise UserError(problem for problem in result if isinstance(problem, Problem))
         yield result  # type: ignore[misc]
 
 
-def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int) -> Iterator[Any]:
-    """Yield ``encoded(start)`` for each start, in order, computed by forked processes that inherit the examples.
+def _in_processes(encoded: Callable[[range], Any], spans: Sequence[range], num_workers: int) -> Iterator[Any]:
+    """Yield ``encoded(span)`` for each span, in order, computed by forked processes that inherit the examples.
 
     Process k encodes the batches whose number is k modulo ``num_workers``. It blocks until its last result was read.
     """
     context = get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_workers)]
     processes = [
-        context.Process(target=_send_all, args=(encoded, starts[k::num_workers], pipes, k), daemon=True)
+        context.Process(target=_send_all, args=(encoded, spans[k::num_workers], pipes, k), daemon=True)
         for k in range(num_workers)
     ]
     try:
@@ -269,7 +290,7 @@ def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int
                 process.start()
         for _, sender in pipes:
             sender.close()
-        for number in range(len(starts)):
+        for number in range(len(spans)):
             yield pipes[number % num_workers][0].recv()
     except EOFError:
         what = "a tokenization process ended unexpectedly. Its error is printed above, or it ran out of memory."
@@ -280,14 +301,14 @@ def _in_processes(encoded: Callable[[int], Any], starts: range, num_workers: int
             process.join()
 
 
-def _send_all(encoded: Callable[[int], Any], starts: range, pipes: Sequence[Any], mine: int) -> None:
+def _send_all(encoded: Callable[[range], Any], spans: Sequence[range], pipes: Sequence[Any], mine: int) -> None:
     """Body of an encoding process. It closes the other processes' pipe ends, so that a dead process is noticed."""
     for number, (receiver, sender) in enumerate(pipes):
         receiver.close()
         if number != mine:
             sender.close()
-    for start in starts:
-        pipes[mine][1].send(encoded(start))
+    for span in spans:
+        pipes[mine][1].send(encoded(span))
 
 
 def _num_workers(options: DataOptions, num_examples: int) -> int:

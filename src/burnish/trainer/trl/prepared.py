@@ -10,13 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import burnish
 from burnish.config.errors import UserError, few
+from burnish.data.length import num_characters
 from burnish.data.options import DataOptions
 from burnish.data.rows.arrow import arrow_table
-from burnish.data.rows.encode import encode_rows
+from burnish.data.rows.encode import batch_spans, encode_rows
 from burnish.data.sets.examples import Located
 from burnish.data.sets.records import Layout
 from burnish.data.sets.trl import PAIR_SIDE_COLUMN, TrlRecords, examples_of
@@ -58,7 +60,9 @@ class EncodeRecords:
             column = self.layout.columns["text"]
             located = [({column: self.formatting(values)}, source, n) for values, source, n in located]
         examples = examples_of(located, self.layout, stats, self.on_bad_record)
-        rows = iter(self.encode([example for example in examples if example is not None], stats))
+        present = [example for example in examples if example is not None]
+        spans = batch_spans([num_characters(example) for example in present])
+        rows = chain.from_iterable(self.encode(present[span.start : span.stop], stats) for span in spans)
         encoded = [None if example is None else next(rows) for example in examples]
         return [None if row is None else self.columns(row) for row in encoded]
 
