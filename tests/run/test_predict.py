@@ -168,6 +168,34 @@ def test_responses_do_not_depend_on_batch_size_or_cache(size, cache, tmp_path):
     assert any(together)
 
 
+def test_prompts_are_tokenized_in_batches():
+    template = load_template(template_options(template="qwen"), byte_tokenizer())
+    batches, encode_arrays = [], template.encode_arrays
+
+    def counted(examples, stats, truncate=True):
+        batches.append(len(examples))
+        return encode_arrays(examples, stats, truncate)
+
+    template.encode_arrays = counted
+    turns = (Message("user", "q"), Message("assistant", "a"))
+    examples = [Example(messages=turns, source="a.json", number=number) for number in range(1, 2101)]
+    assert len(questions_of(examples, template, template.stop_token_ids())) == 2100
+    assert batches == [1000, 1000, 100]
+
+
+def test_log_probabilities_of_tokens_are_not_kept(tmp_path, monkeypatch):
+    made, prepared, run = run_of(tmp_path, predict_with_generate=True)
+    options = replace(made.options, samples=2, do_sample=True, max_new_tokens=3)
+    config = generation_config(bare_model(run), prepared.tokenizer, [], options)
+    returned = []
+    monkeypatch.setattr(answers_module, "generate_all", lambda *given: returned.extend(generate_all(*given)))
+    likelihoods = {}
+    answers = answer_all(run, [Question([5, 6], None)] * 2, config, options, likelihoods=likelihoods)
+    assert all(answers)
+    assert set(likelihoods) == {0, 1}
+    assert [one.logprobs for one in returned] == [[], []]
+
+
 def test_interrupted_prediction_continues_with_remaining_records(tmp_path, monkeypatch):
     made, prepared, run = run_of(tmp_path, predict_with_generate=True)
     made = replace(made, options=replace(made.options, do_sample=True, temperature=1.5))

@@ -139,6 +139,7 @@ def _generate(
             finished.add(
                 missing[number], response.ids, math.fsum(one.logprob for one in logprobs) if logprobs else None
             )
+            logprobs.clear()  # of each token; only their sum is kept
             count += 1
             if count % slots == 0 or count == len(missing):
                 run.callbacks.fire("on_prediction_step", done=count, total=len(missing))

@@ -10,10 +10,13 @@ from burnish.data.chat.rows import Template
 from burnish.data.images.family import Family
 from burnish.data.images.image_file import images_of
 from burnish.data.images.in_rows import without_expansion
+from burnish.data.length import num_characters
+from burnish.data.rows.encode import batch_spans
 from burnish.data.sets.preferences import has_reference, with_reference
 from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.models.generate import until_stop
+from burnish.utils.work import progress
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ def questions_of(examples: Sequence[Example], template: Template, stops: Sequenc
     response are not truncated.
     """
     examples = [with_reference(example) for example in examples if example.text is None]
+    questions: list[Question] = []
+    with progress("Tokenizing prompts", len(examples), "prompts") as advance:
+        for span in batch_spans([num_characters(example) for example in examples]):
+            questions += _of_batch(examples[span.start : span.stop], template, stops)
+            advance(len(span))
+    return questions
+
+
+def _of_batch(examples: Sequence[Example], template: Template, stops: Sequence[int]) -> list[Question]:
     answered = [example for example in examples if has_reference(example)]
     rows = iter(template.encode_arrays(answered, DataStats(), truncate=False))
     questions = []
