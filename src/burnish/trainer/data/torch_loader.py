@@ -11,6 +11,7 @@ The position is counted in micro-batches of this rank. Every rank has the same n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any
 
@@ -361,18 +362,19 @@ class TorchLoader(StepBatchLoader):
 class RowIndicesOfStep(Sequence[int]):
     """The rows of a step over all ranks, by their index in the set. Empty for a script's own loader.
 
-    They are computed on demand, which happens after a failed step.
+    They are computed on demand, once, which happens after a failed step.
     """
 
     def __init__(self, order: EpochOrder | None, epoch: int, first: int, end: int) -> None:
         self.order, self.epoch, self.first, self.end = order, epoch, first, end
 
     def __len__(self) -> int:
-        return len(self._indices())
+        return len(self._indices)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._indices()[index]
+        return self._indices[index]
 
+    @cached_property
     def _indices(self) -> list[int]:
         if self.order is None:
             return []
