@@ -64,6 +64,29 @@ def test_columns_read_incrementally_are_equal_and_include_new_rows(tmp_path) -> 
     assert next_position == offset + len('{"current_steps": 6001, "loss": 1.5}\n')
 
 
+def test_columns_of_a_long_log_are_kept_until_its_rows_change(tmp_path, monkeypatch) -> None:
+    write_log(tmp_path, 20_000, spike=7)
+    log = tmp_path / "trainer_log.jsonl"
+    assert log.stat().st_size > 2**22
+    parsed = []
+    monkeypatch.setattr(log_columns, "columns_of", lambda rows: parsed.append(len(rows)) or columns_of(rows))
+    first, _ = series(tmp_path)
+    count = len(parsed)
+    with log.open("a") as file:
+        file.write('{"current_steps": 20001, "loss": 1.5, "rewards/margins": 2.0}\n')
+    second, _ = series(tmp_path)
+    assert parsed[count:] == [1]  # only the new row
+    assert second == columns_of(rows_since(log, 0)[0])
+    assert first["step"] == second["step"][:-1]
+
+    lines = log.read_text().splitlines(keepends=True)[:15_000]  # the run was resumed from a checkpoint
+    again = [line.replace('"time": 1.79e', '"time": 1.80e').replace('"loss": ', '"loss": 1') for line in lines]
+    log.write_text("".join([*lines, *again]))
+    assert series(tmp_path)[0] == columns_of(rows_since(log, 0)[0])
+    log_columns._keep(None)
+    assert log_columns._kept is None
+
+
 def test_damaged_line_loses_only_itself(tmp_path) -> None:
     log = tmp_path / "trainer_log.jsonl"
     for damaged in ("{}}{", "[1]", "3", '{"a": 1}, {"a": 2}', "null", '{"current_steps": 8', "\x00"):

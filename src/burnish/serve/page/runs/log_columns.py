@@ -12,7 +12,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any, TypeAlias
 
 from burnish.loop.state import RATES
@@ -31,6 +33,7 @@ _METRIC = re.compile(r"[A-Za-z][\w./@-]{0,63}")
 _MOST_METRICS = 80
 MOST_ROWS = 200_000
 MOST_BYTES, _PIECE_BYTES = 64 * 2**20, 2**20
+_LONG_LOG_BYTES, _TAIL_BYTES, _KEPT_S = 4 * 2**20, 1024, 10.0
 _LARGEST = 1e300
 Columns: TypeAlias = dict[str, list[Any]]
 
@@ -130,11 +133,55 @@ def _join_columns(pieces: Sequence[Columns]) -> Columns:
 def log_columns(path: Path) -> tuple[Columns, int]:
     """All rows of a log as columns, and the offset up to which they were read.
 
-    They are read in chunks, because a hundred thousand rows as objects would take a quarter of a gigabyte.
+    They are read in chunks, because a hundred thousand rows as objects would take a quarter of a gigabyte. The columns
+    of a long log are kept for some seconds: the page of a run and its script ask for them one after the other.
     """
-    pieces: list[Columns] = [{"step": []}]
-    offset = 0
+    kept = _kept if _kept is not None and _kept.is_of(path) else _KeptColumns(path)
+    pieces, offset = [kept.columns], kept.offset
     while offset < MOST_BYTES and (data := _whole_lines(path, offset, _PIECE_BYTES)):
         pieces.append(columns_of(_rows_of(data)))
         offset += len(data)
-    return {name: values[-MOST_ROWS:] for name, values in _join_columns(pieces).items()}, offset
+    columns = {name: values[-MOST_ROWS:] for name, values in _join_columns(pieces).items()}
+    if offset > _LONG_LOG_BYTES:
+        _keep(_KeptColumns(path, columns, offset, _tail(path, offset)))
+    return columns, offset
+
+
+@dataclass(frozen=True)
+class _KeptColumns:
+    """Columns of the first ``offset`` bytes of a log, which end with ``tail``."""
+
+    path: Path
+    columns: Columns = field(default_factory=lambda: {"step": []})
+    offset: int = 0
+    tail: bytes = b""
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the log still begins with these rows. A resumed run removes rows after its checkpoint."""
+        return path == self.path and _tail(path, self.offset) == self.tail
+
+
+_kept: _KeptColumns | None = None
+_forgetting: Timer | None = None
+
+
+def _keep(columns: _KeptColumns | None) -> None:
+    """Keep the columns of one log for ``_KEPT_S`` seconds."""
+    global _kept, _forgetting
+    if _forgetting is not None:
+        _forgetting.cancel()
+    _kept = columns
+    _forgetting = None if columns is None else Timer(_KEPT_S, _keep, [None])
+    if _forgetting is not None:
+        _forgetting.daemon = True
+        _forgetting.start()
+
+
+def _tail(path: Path, offset: int) -> bytes:
+    """The last bytes before an offset; they contain the time of the last row."""
+    try:
+        with open_regular_file_inside(path) as file:
+            file.seek(max(0, offset - _TAIL_BYTES))
+            return file.read(min(offset, _TAIL_BYTES))
+    except OSError:
+        return b""
