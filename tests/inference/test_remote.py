@@ -272,6 +272,7 @@ def test_child_server_is_started_awaited_and_stopped(tmp_path: Path) -> None:
     assert started.process.poll() is not None
 
 
+@pytest.mark.run
 def test_server_that_is_still_loading_is_asked_again_after_a_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
