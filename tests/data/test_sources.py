@@ -14,6 +14,7 @@ from burnish.data.sets.mixing import merged_order, sample_rows, split_rows
 from burnish.data.sets.sources import load_datasets
 from burnish.data.stats import DataStats
 from burnish.loop.types import ContentPart, Example, Message
+from burnish.utils.work import set_watcher
 from dataset_helpers import (
     alpaca_record,
     data_options,
@@ -24,6 +25,7 @@ from dataset_helpers import (
     sharegpt_record,
     write,
 )
+from recording import RecordingProgress
 from representative import representative
 
 datasets = pytest.importorskip("datasets")
@@ -467,3 +469,15 @@ def test_hash_of_examples_covers_every_part_of_a_message():
         hash_of("look", raw={"role": "user", "content": "look"}), hash_of(str(image[0])),
     }  # fmt: skip
     assert len(result) == 7
+
+
+@pytest.mark.parametrize(("may_stream", "begun"), [(False, "Reading"), (True, "Indexing")])
+def test_reading_a_file_is_shown_as_progress(may_stream, begun):
+    path, recorder = write_data("a.jsonl", [alpaca_record(number) for number in range(30)]), RecordingProgress()
+    set_watcher(recorder)
+    try:
+        load_datasets(data_options(dataset=path, streaming=may_stream), 1, DataStats(), may_stream=may_stream)
+    finally:
+        set_watcher(None)
+    assert [call[0] for call in recorder.calls if isinstance(call, tuple)] == [f"{begun} {path}"]
+    assert recorder.calls[-1] == "end"

@@ -105,9 +105,14 @@ def test_unwritable_cache_does_not_stop_the_run(workspace, monkeypatch, referenc
     assert "Reference log-probabilities cannot be cached" in capsys.readouterr().out
 
 
-def test_script_reads_cached_reference_values(workspace, tmp_path, reference_counts):
+def test_script_reads_cached_reference_values(workspace, tmp_path, reference_counts, monkeypatch):
+    shown, track = [], reference_cache.track
+    monkeypatch.setattr(
+        reference_cache, "track", lambda items, what, unit: shown.append(what) or track(items, what, unit)
+    )
     result = [script_losses(make("DPOTrainer", workspace / "model", tmp_path, **BEFORE)) for _ in range(2)]
     assert result[0] == result[1]
+    assert shown == ["Looking for cached reference values"] * 2
     assert len(reference_counts) == 1
     trainer = make("DPOTrainer", workspace / "model", tmp_path, **BEFORE)
     with torch.no_grad():

@@ -34,7 +34,7 @@ from burnish.losses.reference import DisabledAdapter
 from burnish.losses.responses import AnswersObjective
 from burnish.utils.files import cache_home
 from burnish.utils.patching import patch_summary
-from burnish.utils.work import progress
+from burnish.utils.work import progress, track
 
 
 class RowsWithReference(RowsOver):
@@ -158,7 +158,7 @@ def key_of(
         for name, tensor in bare.state_dict(keep_vars=True).items():
             if isinstance(tensor, Tensor) and id(tensor) not in trained:
                 _update_hash(hashed, name, parallel.full_tensor(tensor))
-    for batch in rows.batches(objective, size):
+    for batch in track(rows.batches(objective, size), "Looking for cached reference values", "batches"):
         for name, tensor in tensors_of(batch):
             _update_hash(hashed, name, tensor)
     return hashed.hexdigest()

@@ -35,6 +35,7 @@ from burnish.data.stats import DataStats
 from burnish.loop.types import Example
 from burnish.utils.collection import without_garbage_collection
 from burnish.utils.files import check_below_roots
+from burnish.utils.work import progress, track
 
 __all__ = ["DataOptions", "DataSets", "check_data", "load_datasets"]
 
@@ -209,7 +210,8 @@ class _Loading:
             raise UserError("the dataset contains no records.", where=_name_in_errors(source))
         peeked = self._objects(first)
         layout = layout_of(source, peeked, _name_in_errors(source), self._needs(source))
-        examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
+        with progress(f"Reading {source.name}"):
+            examples = convert_records(chain(first, records), layout, self.stats, self.options.on_bad_record)
         if layout.awaited:
             raise UserError(missing_columns(layout, layout.awaited, peeked, _name_in_errors(source)))
         self._add_notes(source, layout)
@@ -335,7 +337,8 @@ def _records(source: DataSource, options: DataOptions) -> Iterator[Located]:
 def _tables(source: DataSource, options: DataOptions) -> Sequence[Table]:
     """Return the files of a source for random access; empty if its records are in memory."""
     if source.kind == "file":
-        return [open_table(path) for path in data_files(source.location)]
+        files = data_files(source.location)
+        return [open_table(path) for path in track(files, f"Indexing {source.name}", "files")]
     if source.kind in ("hf_hub", "ms_hub"):
         return [DatasetTable(Path(source.location), _REMOTE[source.kind](source, options))]
     if source.kind == "cloud":
