@@ -302,6 +302,12 @@ def test_training_matches_plain_arithmetic_on_rows(tmp_path, loss_of, options):
         torch.testing.assert_close(weights(trainer)[name], parameter.detach(), rtol=1e-3, atol=2e-5)
 
 
+def test_packs_have_the_integer_type_of_their_rows(tmp_path):
+    plain, packed = (make(tmp_path, TEXTS, packing=packing, max_length=16).train_dataset for packing in (False, True))
+    assert packed.features["labels"] == plain.features["labels"]
+    assert packed.features["seq_lengths"] == packed.features["input_ids"] == plain.features["input_ids"]
+
+
 def test_packed_rows_do_not_attend_to_each_other(tmp_path):
     """Packed or not, one step on all rows has the same gradient."""
     options = {"per_device_train_batch_size": 8, "max_steps": 1, "max_length": 40}

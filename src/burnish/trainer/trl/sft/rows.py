@@ -185,7 +185,9 @@ class Pack:
         if not is_datasets_set(dataset):
             return dataset.map(self, batched=True, batch_size=self.BLOCK, remove_columns=[*_ROWS])
         datasets = sys.modules["datasets"]  # already imported by the code that created the dataset
-        blocks = [datasets.Dataset.from_dict(self(columns)) for columns in dataset.iter(self.BLOCK)]
+        types = {**dataset.features, "seq_lengths": dataset.features["input_ids"]}  # by default, 64 bits per number
+        features = datasets.Features({name: types[name] for name in self.names})
+        blocks = [datasets.Dataset.from_dict(self(columns), features) for columns in dataset.iter(self.BLOCK)]
         return datasets.concatenate_datasets(blocks)
 
     def __call__(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -194,8 +196,12 @@ class Pack:
         if self.strategy == "bfd":
             rows = [{name: row[name][: self.limit] for name in _ROWS} for row in rows]
         packs: Any = pack(rows, self.limit, self.strategy)
-        names = _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
-        return {name: [row[name] for row in packs] for name in names}
+        return {name: [row[name] for row in packs] for name in self.names}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of packs."""
+        return _ROWS if self.strategy == "wrapped" else (*_ROWS, "seq_lengths")
 
 
 def has_labels_in_any_row(dataset: Any) -> bool:
