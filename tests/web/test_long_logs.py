@@ -83,7 +83,9 @@ def test_columns_of_a_long_log_are_kept_until_its_rows_change(tmp_path, monkeypa
     again = [line.replace('"time": 1.79e', '"time": 1.80e').replace('"loss": ', '"loss": 1') for line in lines]
     log.write_text("".join([*lines, *again]))
     assert series(tmp_path)[0] == columns_of(rows_since(log, 0)[0])
-    log_columns._keep(None)
+    assert log_columns._kept is not None
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    log_columns._forget_later(log_columns._kept)
     assert log_columns._kept is None
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Timer
+from threading import Thread
 from typing import Any, TypeAlias
 
 from burnish.loop.state import RATES
@@ -162,19 +163,20 @@ class _KeptColumns:
 
 
 _kept: _KeptColumns | None = None
-_forgetting: Timer | None = None
 
 
-def _keep(columns: _KeptColumns | None) -> None:
+def _keep(columns: _KeptColumns) -> None:
     """Keep the columns of one log for ``_KEPT_S`` seconds."""
-    global _kept, _forgetting
-    if _forgetting is not None:
-        _forgetting.cancel()
+    global _kept
     _kept = columns
-    _forgetting = None if columns is None else Timer(_KEPT_S, _keep, [None])
-    if _forgetting is not None:
-        _forgetting.daemon = True
-        _forgetting.start()
+    Thread(target=_forget_later, args=[columns], daemon=True).start()
+
+
+def _forget_later(columns: _KeptColumns) -> None:
+    global _kept
+    time.sleep(_KEPT_S)
+    if _kept is columns:
+        _kept = None
 
 
 def _tail(path: Path, offset: int) -> bytes:
