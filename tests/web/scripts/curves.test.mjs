@@ -2,9 +2,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const at = (name) => new URL(`../../../src/burnish/serve/page/static/${name}`, import.meta.url);
-const { WHOLE, csv, concatenated, definedPoints, nonFinitePlaces, rangeOf, tokenRates, smoothed, xValues } = await import(
-  at("curves.js")
-);
+const { WHOLE, csv, concatenated, definedPoints, nonFinitePlaces, rangeOf, tokenRates, smoothed, xValues } =
+  await import(at("curves.js"));
 
 test("noise on a level curve takes a small part of the axis", () => {
   const [low, high] = rangeOf([2.0, 2.01, 1.99, 2.0]);
