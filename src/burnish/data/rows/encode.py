@@ -48,8 +48,7 @@ Encoded: TypeAlias = "tuple[Sequence[Row | None], DataStats]"
 BATCH_SIZE = 1000
 """Default number of examples encoded together: enough for all threads of a tokenizer."""
 BATCH_CHARACTERS = 8_000_000
-"""Maximum number of characters encoded together, unless a single example has more. A tokenizer needs about 30 bytes per
-character."""
+"""Maximum number of characters encoded together, unless a single example has more: it bounds the tokenizer's memory."""
 _PROCESS_START = time.time()
 CACHE_REMEDY = "Set the environment variable BURNISH_CACHE to a writable folder."
 
