@@ -114,7 +114,7 @@ def _check_val_size(options: DataOptions) -> Iterator[Problem]:
         yield Problem(
             "val_size and eval_dataset cannot be combined.", remedy=remedy, option=("val_size", "eval_dataset")
         )
-    elif options.val_size > 1 and options.val_size % 1:  # NaN for infinity
+    elif options.val_size > 1 and options.val_size % 1:  # inf % 1 is NaN, which is true
         yield Problem(
             f"val_size must be a fraction below 1 or an integer number of examples. Received: {options.val_size}.",
             option="val_size",

@@ -263,7 +263,7 @@ def absolute_if_local(model: str | None) -> str | None:
 
 
 def as_file_name(name: str) -> str:
-    """Return the name of a dataset as a part of a file name. Different names stay different: ``a/b`` is ``a%2Fb``."""
+    """Return a dataset name escaped for use in a file name: ``a/b`` becomes ``a%2Fb``. The mapping is injective."""
     return name.replace("%", "%25").replace("/", "%2F")
 
 
