@@ -8,6 +8,7 @@ import io
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,34 @@ def test_images_of_detected_preferences_are_read_or_rejected(folder, model_type,
     assert not any("images" in note for note in layout.notes)
     (example,) = convert_records([(values, "v.json", 7)], layout, DataStats())
     assert summarize(example)[0][:2] == [(8, 4), "Hi"]
+
+
+_SPOKEN = {"conversations": [{"speaker": "human", "text": "Hi"}, {"speaker": "gpt", "text": "Yes."}]}
+_PAIR = {"instruction": "Hi", "chosen": "Yes.", "rejected": "No."}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "more"),
+    [
+        ({"instruction": "Hi", "output": "Yes."}, "answers", {}),
+        ({"instruction": "Hi", "output": "Yes."}, "answers", {"is_described": True}),
+        (_SPOKEN, "answers", {"formatting": "sharegpt", "tags": {"role_tag": "speaker", "content_tag": "text"}}),
+        (_PAIR, "pairs", {}),
+    ],
+    ids=["detected", "entry", "formatting", "pairs"],
+)
+def test_images_are_read_or_rejected_in_any_record_without_columns(folder, values, kind, more):
+    for model_type, first in product(("", "qwen2"), (values, {**values, "images": ["a.png"]})):
+        needs = RecordNeeds(kind, reader=MediaReader((folder,), 1024, 589824, model_type))
+        layout = layout_of(DataSource("v", "records", [], "v.json", **more), [first], "v.json", needs)
+        assert not any("images" in note for note in layout.notes)
+        later = [({**values, "images": ["a.png"]}, "v.json", 21)]
+        if model_type:
+            with pytest.raises(UserError, match=r'contains images .*"images".*, but qwen2 supports text only'):
+                convert_records(later, layout, DataStats())
+        else:
+            (example,) = convert_records(later, layout, DataStats())
+            assert summarize(example)[0] == [(8, 4), "Hi"]
 
 
 def test_identical_bytes_are_stored_once(folder):

@@ -20,6 +20,7 @@ from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds,
 from burnish.utils.json_files import quote_value
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_MEDIA_COLUMNS = {column: column for column in MEDIA}
 PREFERENCE = ("chosen", "rejected", "kto_tag", "margin")
 _PAIR = ("chosen", "rejected")
 _LABEL_COLUMNS = ("kto_tag", "label")
@@ -50,9 +51,7 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     layout = (
         _preference_layout(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
     )
-    sees = needs.reader is not None and not needs.reader.model_type
-    unnamed = [column for column in found if column in MEDIA] if sees and source.columns is None else []
-    media = tuple(c for c in dict.fromkeys((*layout.media, *unnamed)) if c not in needs.columns)
+    media = tuple(column for column in layout.media if column not in needs.columns)
     layout.awaited.update(source.further_columns.values())
     images, videos = (_media_column(kind, source.columns or {}, media, found) for kind in ("image", "video"))
     return replace(
@@ -103,8 +102,6 @@ def _plain(source: DataSource, records: Sequence[Values], where: str, needs: Rec
     is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
     if source.columns is not None or is_default:
         layout = named_layout(source.formatting or usual, source.columns, source.tags)
-        if source.columns is None:
-            layout = replace(layout, media=tuple(column for column in _columns_of(records) if column in MEDIA))
         _check(layout, records, where, needs, is_explicit=source.columns is not None)
         return layout
     return _recognize_layout(records, where, source, needs)
@@ -118,9 +115,11 @@ def _is_of_record_kind(metadata: Mapping[str, Any], needs: RecordNeeds) -> bool:
 def named_layout(
     name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None
 ) -> Layout:
-    """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column."""
+    """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column. Without,
+    it has the default columns, and all columns of media, which any record may have."""
     metadata = FORMATS.get(name).metadata
-    named = {part: column for part, column in (metadata["columns"] if columns is None else columns).items() if column}
+    columns = {**_MEDIA_COLUMNS, **metadata["columns"]} if columns is None else columns
+    named = {part: column for part, column in columns.items() if column}
     spoken = {tag: word for tag, word in (tags or {}).items() if word}
     parts = {part: column for part, column in named.items() if part not in MEDIA}
     media = tuple(column for part, column in named.items() if part in MEDIA)
@@ -164,7 +163,7 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     if is_explicit:
         layout.awaited.update(layout.columns.values())
     # Columns that the format would read by default, but that are not in "columns".
-    known = {**metadata.get("optional", {}), **{column: column for column in MEDIA}}
+    known = {**metadata.get("optional", {}), **_MEDIA_COLUMNS}
     for part, column in known.items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is ignored because "columns" does not contain "{part}"'] = None
@@ -253,7 +252,7 @@ def _with_optional(
 ) -> Layout:  # fmt: skip
     """Return the layout with all optional columns, which any record may have, and a note about the detected format."""
     metadata, found = FORMATS.get(name).metadata, _columns_of(records)
-    optional = {**metadata.get("optional", {}), **{column: column for column in MEDIA}}
+    optional = {**metadata.get("optional", {}), **_MEDIA_COLUMNS}
     layout = named_layout(name, {**metadata["columns"], **optional, **columns}, tags)
     used = (*layout.columns.values(), *layout.media, *needs.columns)
     unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
@@ -312,7 +311,6 @@ def _preference_layout(source: DataSource, records: Sequence[Values], where: str
         columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
     layout = named_layout(_preferred_format(source, records), columns, source.tags)
     if source.columns is None:
-        layout = replace(layout, media=tuple(column for column in found if column in MEDIA))
         optional = {"margin", *FORMATS.get(layout.format).metadata.get("optional", {})}
         layout = replace(layout, required=layout.required - optional)
         layout.notes[
@@ -345,13 +343,13 @@ def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
 
 
 def _preferred_columns(source: DataSource, records: Sequence[Values], found: Sequence[str]) -> dict[str, str]:
-    """Return the columns of a dataset that names none: the default columns of its format that exist."""
+    """Return the columns of a dataset that names none: the default columns of its format that exist, and media."""
     metadata = FORMATS.get(_preferred_format(source, records)).metadata
     own = metadata["finds"](records[0]) if "finds" in metadata else None
     usual = {**metadata["columns"], **metadata.get("optional", {}), **(own or {})}
     tag = next((column for column in _LABEL_COLUMNS if column in found), None)
     named = {**usual, **{part: part for part in (*_PAIR, "margin")}, **({"kto_tag": tag} if tag else {})}
-    return {part: column for part, column in named.items() if column in found}
+    return {**_MEDIA_COLUMNS, **{part: column for part, column in named.items() if column in found}}
 
 
 def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, record: Values) -> Problem:
