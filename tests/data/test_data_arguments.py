@@ -284,7 +284,8 @@ def test_dataset_info_key_selects_its_column(explain, name):
     [
         ("images", 'contains images ("extra"), but llama supports text only'),
         ("chosen", "contains preference pairs (chosen)"),
-        ("rejected", "contains preference pairs (rejected)"), ("kto_tag", "contains KTO labels (kto_tag)"),
+        ("rejected", "contains preference pairs (rejected)"), ("margin", "contains preference pairs (margin)"),
+        ("kto_tag", "contains KTO labels (kto_tag)"),
     ],
 )  # fmt: skip
 def test_column_for_another_stage_is_rejected(explain, column, sentence):
@@ -292,6 +293,18 @@ def test_column_for_another_stage_is_rejected(explain, column, sentence):
     entry = {"file_name": "a.json", "columns": {**ALPACA, column: "extra"}}
     write(Path("data/dataset_info.json"), {"a": entry})
     assert sentence in explain(expected=2)
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({**{f"column_{n}": n for n in range(12)}, "chosen": "a", "rejected": "b"}, "preference pairs"),
+        ({"prompt": "p", "completion": "c", "label": True, "chosen_by": "a"}, "KTO labels"),
+    ],
+)
+def test_kind_of_preferences_depends_on_the_names_of_all_columns(explain, record, kind):
+    write(Path("data/pairs.json"), [record])
+    assert f"contains {kind}" in explain(expected=2, dataset="data/pairs.json")
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def is_preference(values: Values) -> bool:
 
 
 def preference_problem(
-    name: str, columns: Iterable[str], needs: RecordNeeds, readable_as: str = "", is_explicit: bool = False
+    name: str, columns: Collection[str], needs: RecordNeeds, readable_as: str = "", is_explicit: bool = False
 ) -> Problem:
     """Return the problem that a dataset contains preferences, but the stage expects single responses or prompts.
 
@@ -279,8 +279,8 @@ def preference_problem(
         readable_as: format in which the conversations could be trained as they are, or "".
         is_explicit: whether ``columns`` are keys of the dataset's entry.
     """
-    found = list_columns(columns)
-    is_pair = "chosen" in found or "rejected" in found or "ranking" in found
+    names, found = set(columns), list_columns(columns)
+    is_pair = not names.isdisjoint((*_PAIR, "ranking")) or names.isdisjoint(_LABEL_COLUMNS)
     what = "preference pairs" if is_pair else "KTO labels"
     if needs.kind == "prompts":
         prompts = f"Set formatting: {readable_as}" if readable_as else 'Add a column "prompt"'
