@@ -1,6 +1,8 @@
 """Layout of a dataset: from its description (LLaMA-Factory's keys), or detected from its first records.
 
-The layout is checked against the first records, so that a wrong column name is one error instead of one per record.
+Each layout is the layout of a format (``named_layout``). Datasets of preferences (``_preference_layout``) differ from
+others (``_plain_layout``, ``_detected_layout``) in the choice of the format and its columns. The layout is checked
+against the first records (``_check``), so that a wrong column name is one error instead of one per record.
 Errors: missing columns, records that match no format or several, preference data for other stages and vice versa.
 """
 
@@ -12,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from burnish.config.errors import Problem, UserError, did_you_mean
+from burnish.config.registry import Member
 from burnish.data.reading.json_files import Values
 from burnish.data.sets.data_source import DataSource
-from burnish.data.sets.formats import FORMATS, MESSAGES
+from burnish.data.sets.formats import FORMATS, MESSAGES, Format
 from burnish.data.sets.preferences import label_values
 from burnish.data.sets.records import ALL_COLUMNS, ANSWERS, Layout, RecordNeeds, as_messages, list_columns
 from burnish.utils.json_files import quote_value
@@ -48,15 +51,14 @@ def layout_of(source: DataSource, records: Sequence[Values], where: str, needs: 
     if missing := [column for column in needs.columns if column not in (*found, ALL_COLUMNS)]:
         what = f"stage: {needs.stage} requires the {_quote_columns(missing)}. Found: {list_columns(found)}."
         raise UserError(what, where=where, option="stage")
-    layout = (
-        _preference_layout(source, records, where, needs) if needs.compares else _plain(source, records, where, needs)
-    )
-    media = tuple(column for column in layout.media if column not in needs.columns)
+    choose = _preference_layout if needs.compares else _plain_layout
+    layout = choose(source, records, where, needs)
     layout.awaited.update(source.further_columns.values())
+    media = tuple(column for column in layout.media if column not in needs.columns)
     images, videos = (_media_column(kind, source.columns or {}, media, found) for kind in ("image", "video"))
     return replace(
         layout, needs=needs, media=media, images=images, videos=videos, reader=needs.reader,
-        required=layout.required - _optional_in(needs), further_columns=source.further_columns,
+        further_columns=source.further_columns,
     )  # fmt: skip
 
 
@@ -86,45 +88,7 @@ def _kind_of(source: DataSource, records: Sequence[Values]) -> str:
         return "pairs"
     if any(map(is_preference, records)):
         return "unpaired"
-    known = [member.name for member in FORMATS if _is_of_record_kind(member.metadata, ANSWERS)]
-    has_response = any(
-        _matching_columns(FORMATS.get(name).metadata, values, ANSWERS) for name in known for values in records
-    )
-    return "answers" if has_response else "prompts"
-
-
-def _plain(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
-    """Return the layout of a dataset without preferences."""
-    preferred = [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking
-    if preferred:
-        raise UserError(preference_problem(source.name, preferred, needs, is_explicit=True))
-    usual = next((member.name for member in FORMATS if _is_of_record_kind(member.metadata, needs)), "alpaca")
-    is_default = source.is_described and (source.formatting is not None or _has_required(usual, records, needs))
-    if source.columns is not None or is_default:
-        layout = named_layout(source.formatting or usual, source.columns, source.tags)
-        _check(layout, records, where, needs, is_explicit=source.columns is not None)
-        return layout
-    return _recognize_layout(records, where, source, needs)
-
-
-def _is_of_record_kind(metadata: Mapping[str, Any], needs: RecordNeeds) -> bool:
-    """Return whether a format holds records of the required kind."""
-    return bool(metadata.get("holds", "answers") == ("answers" if needs.kind == "prompts" else needs.kind))
-
-
-def named_layout(
-    name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None
-) -> Layout:
-    """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column. Without,
-    it has the default columns, and all columns of media, which any record may have."""
-    metadata = FORMATS.get(name).metadata
-    columns = {**_MEDIA_COLUMNS, **metadata["columns"]} if columns is None else columns
-    named = {part: column for part, column in columns.items() if column}
-    spoken = {tag: word for tag, word in (tags or {}).items() if word}
-    parts = {part: column for part, column in named.items() if part not in MEDIA}
-    media = tuple(column for part, column in named.items() if part in MEDIA)
-    required = frozenset(parts.keys() - metadata.get("optional", {}).keys())
-    return Layout(name, parts, required, {**metadata.get("tags", {}), **spoken}, media)
+    return "answers" if any(_matching_formats(values, ANSWERS) for values in records) else "prompts"
 
 
 def _media_column(kind: str, named: Mapping[str, str | None], media: Sequence[str], found: Sequence[str]) -> str:
@@ -133,15 +97,190 @@ def _media_column(kind: str, named: Mapping[str, str | None], media: Sequence[st
     return next((column for column in columns if column in found), next(iter(columns), ""))
 
 
-def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordNeeds, is_explicit: bool) -> None:
-    """Check a layout against the first records of its dataset.
+# --- without preferences ----------------------------------------------------------------------------------------------
 
-    Args:
-        layout: layout to check.
-        records: first records.
-        where: name of the dataset in error messages.
-        needs: requirements of the stage.
-        is_explicit: the user named the columns, so even an optional one must be in some record.
+
+def _plain_layout(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
+    """Return the layout of a dataset without preferences. If it names no columns, they are detected, unless it has an
+    entry and either names its format or has the default columns."""
+    if preferred := [part for part in PREFERENCE if (source.columns or {}).get(part)] or ["ranking"] * source.ranking:
+        raise UserError(preference_problem(source.name, preferred, needs, is_explicit=True))
+    usual = next((member.name for member in _formats_of_kind(needs)), "alpaca")
+    if source.columns is None:
+        has_default_columns = {*_required_columns(usual, needs)} <= {*_columns_of(records)}
+        is_default = source.is_described and (source.formatting is not None or has_default_columns)
+        if not is_default and (detected := _detected_layout(source, records, where, needs)):
+            return detected
+    layout = named_layout(source.formatting or usual, source.columns, source.tags, needs)
+    _check(layout, source, records, where)
+    return layout
+
+
+def _detected_layout(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout | None:
+    """Return the layout of the first record in a known format, None if no record has the format that the source names.
+
+    Raises:
+        UserError: if the format is ambiguous, or unknown and not named, or holds preferences.
+    """
+    for values in records:
+        claims = _matching_formats(values, needs)
+        if source.formatting is not None:
+            claims = {name: columns for name, columns in claims.items() if name == source.formatting}
+        elif claims and is_preference(values):
+            raise UserError(preference_problem(source.name, values, needs, next(iter(claims))))
+        if len(claims) > 1:
+            claims.pop("text", None)  # together with other columns, "text" usually is their rendered form
+        if len(claims) > 1:
+            readings = "; ".join(f"{name} ({list_columns(columns.values())})" for name, columns in claims.items())
+            what = f"the record format is ambiguous: {readings}. Found: {list_columns(values)}."
+            remedy = f"Set formatting to one of them, for example formatting: {next(iter(claims))}"
+            raise UserError(what, where=where, remedy=remedy)
+        if claims:
+            return _with_optional(*next(iter(claims.items())), source, records, needs)
+    if source.formatting is not None:
+        return None
+    if preference := next(filter(is_preference, records), None):
+        raise UserError(preference_problem(source.name, preference, needs))
+    raise UserError(_unknown_messages(where, records) or _unknown(where, records, source.is_described))
+
+
+def _formats_of_kind(needs: RecordNeeds) -> list[Member[Format]]:
+    """Return the formats that hold records of the required kind."""
+    kind = "answers" if needs.kind == "prompts" else needs.kind
+    return [member for member in FORMATS if member.metadata.get("holds", "answers") == kind]
+
+
+def _matching_formats(values: Values, needs: RecordNeeds) -> dict[str, Mapping[str, str]]:
+    """Return the formats of the required kind that match a record, each with the columns that match, by part."""
+    found = {member.name: _matching_columns(member.metadata, values, needs) for member in _formats_of_kind(needs)}
+    return {name: columns for name, columns in found.items() if columns}
+
+
+def _matching_columns(metadata: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
+    if "finds" in metadata:
+        found: Mapping[str, str] | None = metadata["finds"](values)
+        return found
+    optional = _optional_parts(metadata, needs)
+    needed = {part: column for part, column in metadata["columns"].items() if part not in optional}
+    return needed if values.keys() >= {*needed.values()} else None
+
+
+def _with_optional(
+    name: str, columns: Mapping[str, str], source: DataSource, records: Sequence[Values], needs: RecordNeeds
+) -> Layout:
+    """Return a detected layout with all optional columns, which any record may have, and a note about the format."""
+    metadata, found = FORMATS.get(name).metadata, _columns_of(records)
+    layout = named_layout(name, {**metadata["columns"], **_optional_columns(name), **columns}, source.tags, needs)
+    used = (*layout.columns.values(), *layout.media, *needs.columns)
+    unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
+    rest = f"; ignored columns: {list_columns(unused)}" if unused else ""
+    read = [column for column in layout.columns.values() if column in found]
+    layout.notes[f"detected format {name} ({list_columns(read)}){rest}"] = None
+    return layout
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def _preference_layout(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
+    """Return the layout of a dataset of preference pairs or labelled responses."""
+    name = _preferred_format(source, records)
+    columns = source.columns if source.columns is not None else _preferred_columns(name, records)
+    has_pairs, has_labels = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
+    if not has_pairs and not (needs.kind == "unpaired" and has_labels):
+        raise UserError(_no_preference(source, needs, has_labels, records[0]))
+    if has_pairs:
+        columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
+    layout = named_layout(name, columns, source.tags)
+    if source.columns is None:
+        layout = replace(layout, required=layout.required - {"margin"})
+        layout.notes[f"detected format {name} ({list_columns(layout.columns.values())})"] = None
+    _check(layout, source, records, where)
+    if label := layout.columns.get("kto_tag"):
+        layout.boolean_of_label = label_values(records, label)
+        if layout.boolean_of_label:
+            layout.notes[f'"{label}" is converted to booleans: {_labels_in_words(layout.boolean_of_label)}'] = None
+    return layout
+
+
+def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
+    """Return the format of the columns other than responses and label."""
+    if source.formatting:
+        return source.formatting
+    first = records[0]
+    for name in ("sharegpt", "openai"):
+        if FORMATS.get(name).metadata["finds"](first):
+            return name
+    if source.columns is None:
+        return "alpaca" if "instruction" in first else "preference" if {*_PAIR} <= first.keys() else "prompt_completion"
+    others = [column for column in first if column not in source.columns.values()]
+    is_pair_alone = {part for part, column in source.columns.items() if column} == {*_PAIR}
+    # Without a prompt, both responses begin with it.
+    return "preference" if is_pair_alone and _guess("prompt", others) is None else "alpaca"
+
+
+def _preferred_columns(name: str, records: Sequence[Values]) -> dict[str, str]:
+    """Return the columns of a dataset that names none: the default columns of its format that exist, and media."""
+    found, metadata = _columns_of(records), FORMATS.get(name).metadata
+    own = metadata["finds"](records[0]) if "finds" in metadata else None
+    label = "kto_tag" if "kto_tag" in found else "label"
+    further = {**{part: part for part in (*_PAIR, "margin")}, "kto_tag": label}
+    named = {**metadata["columns"], **metadata.get("optional", {}), **(own or {}), **further}
+    return {**_MEDIA_COLUMNS, **{part: column for part, column in named.items() if column in found}}
+
+
+def _labels_in_words(boolean_of_label: Mapping[Any, bool]) -> str:
+    """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
+    words = {meaning: json.dumps(word) for word, meaning in reversed([*boolean_of_label.items()])}
+    return f"{words[True]} is true, {words[False]} is false"
+
+
+# --- the layout of a format -------------------------------------------------------------------------------------------
+
+
+def named_layout(
+    name: str, columns: Mapping[str, str | None] | None = None, tags: Mapping[str, str | None] | None = None,
+    needs: RecordNeeds = ANSWERS,
+) -> Layout:  # fmt: skip
+    """Return the layout of the format ``name``. With ``columns``, a part that they do not name has no column. Without,
+    it has the default columns, and all columns of media, which any record may have."""
+    metadata = FORMATS.get(name).metadata
+    columns = {**_MEDIA_COLUMNS, **metadata["columns"]} if columns is None else columns
+    named = {part: column for part, column in columns.items() if column}
+    spoken = {tag: word for tag, word in (tags or {}).items() if word}
+    parts = {part: column for part, column in named.items() if part not in MEDIA}
+    media = tuple(column for part, column in named.items() if part in MEDIA)
+    required = frozenset(parts.keys() - _optional_parts(metadata, needs))
+    return Layout(name, parts, required, {**metadata.get("tags", {}), **spoken}, media)
+
+
+def _optional_parts(metadata: Mapping[str, Any], needs: RecordNeeds) -> set[str]:
+    """Return the parts of a format that a record may lack in this stage."""
+    return {*metadata.get("optional", {}), *(["response"] if needs.kind == "prompts" else [])}
+
+
+def _optional_columns(name: str) -> dict[str, str]:
+    """Return the columns that detection adds to those of the format ``name``, by part."""
+    return {**FORMATS.get(name).metadata.get("optional", {}), **_MEDIA_COLUMNS}
+
+
+def _required_columns(name: str, needs: RecordNeeds = ANSWERS) -> list[str]:
+    """Return the required columns of a format, with their default names."""
+    layout = named_layout(name, needs=needs)
+    return [column for part, column in layout.columns.items() if part in layout.required]
+
+
+def _columns_of(records: Iterable[Values]) -> list[str]:
+    return list(dict.fromkeys(column for values in records for column in values))
+
+
+def is_preference(values: Values) -> bool:
+    """Return whether a record holds a pair of responses or a KTO label."""
+    return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _LABEL_COLUMNS)
+
+
+def _check(layout: Layout, source: DataSource, records: Sequence[Values], where: str) -> None:
+    """Check a layout against the first records of its dataset, and note columns that it ignores.
 
     Raises:
         UserError: with the columns that were found and those that were expected.
@@ -150,32 +289,28 @@ def _check(layout: Layout, records: Sequence[Values], where: str, needs: RecordN
     metadata = FORMATS.get(layout.format).metadata
     first = next(iter(metadata["columns"]))
     if first not in layout.columns and first not in metadata.get("optional", {}):
-        what = f'"columns" must contain "{first}" for the format {layout.format}. Found: {list_columns(found)}.'
-        column = _guess(first, [column for column in found if column not in layout.columns.values()])
-        remedy = f'Add "{first}": "{column}" to "columns".' if column else ""
-        if others := [member.name for member in FORMATS if next(iter(member.metadata["columns"])) in layout.columns]:
-            remedy = f"Set formatting: {' or '.join(others)}."
-        raise UserError(what, where=where, remedy=remedy, option="columns")
-    required = layout.required - _optional_in(needs)
-    missing = [column for part, column in layout.columns.items() if part in required and column not in found]
+        raise UserError(_unnamed_part(first, layout, found, where))
+    missing = [column for part, column in layout.columns.items() if part in layout.required and column not in found]
     if missing:
         raise UserError(missing_columns(layout, missing, records, where))
-    if is_explicit:
+    if source.columns is not None:  # even an optional column that the user named must be in some record
         layout.awaited.update(layout.columns.values())
-    # Columns that the format would read by default, but that are not in "columns".
-    known = {**metadata.get("optional", {}), **_MEDIA_COLUMNS}
-    for part, column in known.items():
+    for part, column in _optional_columns(layout.format).items():
         if column in found and part not in layout.columns and column not in layout.media:
             layout.notes[f'the column "{column}" is ignored because "columns" does not contain "{part}"'] = None
 
 
-def _optional_in(needs: RecordNeeds) -> set[str]:
-    """Return the parts that are optional for this stage in every format."""
-    return {"response"} if needs.kind == "prompts" else set()
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _columns_of(records: Iterable[Values]) -> list[str]:
-    return list(dict.fromkeys(column for values in records for column in values))
+def _unnamed_part(part: str, layout: Layout, found: Sequence[str], where: str) -> Problem:
+    """Return the problem that "columns" lacks the main part of the format."""
+    column = _guess(part, [column for column in found if column not in layout.columns.values()])
+    remedy = f'Add "{part}": "{column}" to "columns".' if column else ""
+    if others := [member.name for member in FORMATS if next(iter(member.metadata["columns"])) in layout.columns]:
+        remedy = f"Set formatting: {' or '.join(others)}."
+    what = f'"columns" must contain "{part}" for the format {layout.format}. Found: {list_columns(found)}.'
+    return Problem(what, where, remedy=remedy, option="columns")
 
 
 def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Values], where: str) -> Problem:
@@ -185,7 +320,7 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
     parts = {part: column for part, column in named.items() if column in lacking}
     guesses = did_you_mean(next(iter(parts.values())), found)
     proposal = proposed_columns(found) if layout.format == "alpaca" else {}
-    others = [name for name in FORMATS.names() if name != layout.format and _has_required(name, records)]
+    others = [name for name in FORMATS.names() if name != layout.format and {*_required_columns(name)} <= {*found}]
     remedy = f'Set "columns": {json.dumps(proposal)}' if proposal else ""
     if others:
         remedy = f'The records appear to be in the format {others[0]}. Set "formatting": "{others[0]}".'
@@ -197,74 +332,6 @@ def missing_columns(layout: Layout, missing: Iterable[str], records: Sequence[Va
         why=f"Expected for the format {layout.format}: {list_columns(layout.columns.values())}.",
         remedy=remedy,
     )
-
-
-def _has_required(name: str, records: Sequence[Values], needs: RecordNeeds = ANSWERS) -> bool:
-    """Return whether the required columns of a format, with their default names, are in the first records."""
-    layout = named_layout(name)
-    required = layout.required - _optional_in(needs)
-    return all(any(layout.columns[part] in values for values in records) for part in required)
-
-
-def _recognize_layout(records: Sequence[Values], where: str, source: DataSource, needs: RecordNeeds) -> Layout:
-    """Detect the layout from the first record of a known format, limited to the source's format if it names one."""
-    for values in records:
-        known = (member for member in FORMATS if _is_of_record_kind(member.metadata, needs))
-        claims = {
-            member.name: columns for member in known if (columns := _matching_columns(member.metadata, values, needs))
-        }
-        if source.formatting is not None:
-            claims = {name: columns for name, columns in claims.items() if name == source.formatting}
-        elif claims and is_preference(values):
-            raise UserError(preference_problem(source.name, values, needs, next(iter(claims))))
-        if len(claims) > 1:
-            claims.pop("text", None)  # together with other columns, "text" usually is their rendered form
-        if len(claims) > 1:
-            readings = "; ".join(f"{name} ({list_columns(columns.values())})" for name, columns in claims.items())
-            what = f"the record format is ambiguous: {readings}. Found: {list_columns(values)}."
-            raise UserError(
-                what, where=where, remedy=f"Set formatting to one of them, for example formatting: {next(iter(claims))}"
-            )
-        if claims:
-            return _with_optional(*next(iter(claims.items())), source.tags, records, needs)
-    if source.formatting is not None:
-        layout = named_layout(source.formatting, None, source.tags)
-        _check(layout, records, where, needs, is_explicit=False)
-        return layout
-    preference = next(filter(is_preference, records), None)
-    if preference:
-        raise UserError(preference_problem(source.name, preference, needs))
-    raise UserError(_unknown_messages(where, records) or _unknown(where, records, source.is_described))
-
-
-def _matching_columns(metadata: Mapping[str, Any], values: Values, needs: RecordNeeds) -> Mapping[str, str] | None:
-    if "finds" in metadata:
-        found: Mapping[str, str] | None = metadata["finds"](values)
-        return found
-    optional = {*metadata.get("optional", {}), *_optional_in(needs)}
-    needed = {part: column for part, column in metadata["columns"].items() if part not in optional}
-    return needed if all(column in values for column in needed.values()) else None
-
-
-def _with_optional(
-    name: str, columns: Mapping[str, str], tags: Mapping[str, str | None] | None, records: Sequence[Values],
-    needs: RecordNeeds,
-) -> Layout:  # fmt: skip
-    """Return the layout with all optional columns, which any record may have, and a note about the detected format."""
-    metadata, found = FORMATS.get(name).metadata, _columns_of(records)
-    optional = {**metadata.get("optional", {}), **_MEDIA_COLUMNS}
-    layout = named_layout(name, {**metadata["columns"], **optional, **columns}, tags)
-    used = (*layout.columns.values(), *layout.media, *needs.columns)
-    unused = [] if ALL_COLUMNS in used else [column for column in found if column not in used]
-    rest = f"; ignored columns: {list_columns(unused)}" if unused else ""
-    read = [column for column in layout.columns.values() if column in found]
-    layout.notes[f"detected format {name} ({list_columns(read)}){rest}"] = None
-    return layout
-
-
-def is_preference(values: Values) -> bool:
-    """Return whether a record holds a pair of responses or a KTO label."""
-    return set(_PAIR) <= values.keys() or any(isinstance(values.get(column), bool) for column in _LABEL_COLUMNS)
 
 
 def preference_problem(
@@ -297,61 +364,6 @@ def preference_problem(
     return Problem(f"dataset {name} contains {what} ({found}).", remedy=remedy)
 
 
-# --- preferences ------------------------------------------------------------------------------------------------------
-
-
-def _preference_layout(source: DataSource, records: Sequence[Values], where: str, needs: RecordNeeds) -> Layout:
-    """Return the layout of a dataset of preference pairs or labelled responses."""
-    found = _columns_of(records)
-    columns = dict(source.columns) if source.columns is not None else _preferred_columns(source, records, found)
-    has_pairs, has_labels = all(columns.get(part) for part in _PAIR), bool(columns.get("kto_tag"))
-    if not has_pairs and not (needs.kind == "unpaired" and has_labels):
-        raise UserError(_no_preference(source, needs, has_labels, records[0]))
-    if has_pairs:
-        columns = {part: column for part, column in columns.items() if part not in ("response", "kto_tag")}
-    layout = named_layout(_preferred_format(source, records), columns, source.tags)
-    if source.columns is None:
-        optional = {"margin", *FORMATS.get(layout.format).metadata.get("optional", {})}
-        layout = replace(layout, required=layout.required - optional)
-        layout.notes[
-            f"detected format {layout.format} ({list_columns(c for c in layout.columns.values() if c in found)})"
-        ] = None
-    _check(layout, records, where, needs, is_explicit=source.columns is not None)
-    if "kto_tag" in layout.columns:
-        layout.boolean_of_label = label_values(records, layout.columns["kto_tag"])
-        if layout.boolean_of_label:
-            layout.notes[
-                f'"{layout.columns["kto_tag"]}" is converted to booleans: {_labels_in_words(layout.boolean_of_label)}'
-            ] = None
-    return layout
-
-
-def _preferred_format(source: DataSource, records: Sequence[Values]) -> str:
-    """Return the format of the columns other than responses and label."""
-    first = records[0]
-    for name in ("sharegpt", "openai"):
-        if FORMATS.get(name).metadata["finds"](first):
-            return source.formatting or name
-    usual = "preference" if set(_PAIR) <= first.keys() else "prompt_completion"
-    is_alpaca = "instruction" in first
-    if source.columns is not None:  # with a pair alone, both of its responses begin with the prompt
-        others = [column for column in first if column not in source.columns.values()]
-        is_alone = {part for part, column in source.columns.items() if column} == set(_PAIR)
-        is_alpaca = not is_alone or _guess("prompt", others) is not None
-        usual = "preference"
-    return source.formatting or ("alpaca" if is_alpaca else usual)
-
-
-def _preferred_columns(source: DataSource, records: Sequence[Values], found: Sequence[str]) -> dict[str, str]:
-    """Return the columns of a dataset that names none: the default columns of its format that exist, and media."""
-    metadata = FORMATS.get(_preferred_format(source, records)).metadata
-    own = metadata["finds"](records[0]) if "finds" in metadata else None
-    usual = {**metadata["columns"], **metadata.get("optional", {}), **(own or {})}
-    tag = next((column for column in _LABEL_COLUMNS if column in found), None)
-    named = {**usual, **{part: part for part in (*_PAIR, "margin")}, **({"kto_tag": tag} if tag else {})}
-    return {**_MEDIA_COLUMNS, **{part: column for part, column in named.items() if column in found}}
-
-
 def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, record: Values) -> Problem:
     if needs.kind == "unpaired":
         return Problem(
@@ -374,14 +386,6 @@ def _no_preference(source: DataSource, needs: RecordNeeds, has_labels: bool, rec
 def _are_responses(value: list[Any]) -> bool:
     """Whether a list holds the responses of a pair, as in datasets of LLaMA-Factory before 0.7.1."""
     return len(value) > 1 and all(isinstance(response, str) for response in value)
-
-
-def _labels_in_words(boolean_of_label: Mapping[Any, bool]) -> str:
-    """Describe the values of a KTO label, for example ``1 is true, 0 is false``."""
-    names = {
-        value: next(word for word, meaning in boolean_of_label.items() if meaning is value) for value in (True, False)
-    }
-    return f"{json.dumps(names[True])} is true, {json.dumps(names[False])} is false"
 
 
 def _unknown_messages(where: str, records: Sequence[Values]) -> Problem | None:
@@ -409,7 +413,7 @@ def _unknown_messages(where: str, records: Sequence[Values]) -> Problem | None:
 
 def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Problem:
     found = _columns_of(records)
-    known = "; ".join(f"{name}: {_required_columns_in_words(name)}" for name in FORMATS.names())
+    known = "; ".join(f"{name}: {' and '.join(_required_columns(name))}" for name in FORMATS.names())
     proposal = json.dumps(proposed_columns(found) or {"prompt": "...", "response": "..."})
     remedy = f"Set the columns, for example formatting: alpaca, columns: {proposal}"
     if is_described:
@@ -420,11 +424,6 @@ def _unknown(where: str, records: Sequence[Values], is_described: bool) -> Probl
         f"Known formats: {known}.",
         remedy,
     )
-
-
-def _required_columns_in_words(name: str) -> str:
-    layout = named_layout(name)
-    return " and ".join(layout.columns[part] for part in layout.columns if part in layout.required)
 
 
 _SYNONYMS = {
