@@ -130,46 +130,33 @@ class PreferenceTrainer(OverridableTrainer):
         peft_config: Any = None, **old: Any,
     ) -> None:  # fmt: skip
         args, processing_class = resolve_arguments(type(self), self.config_class, args, model, processing_class, old)
-        if ref_model is not None:
-            check_model(ref_model, "ref_model")
-        if ref_model is not None and ref_model is model:
-            raise ValueError(
-                "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
-            )
-        if quantization_config is not None and not isinstance(model, str):
-            what = "`quantization_config` has no effect on a model that is already instantiated."
-            raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
-        check_sft_sets(train_dataset)
-        self._check_vocabulary(model, ref_model, args)
+        self._check_arguments(model, ref_model, args, train_dataset, quantization_config)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
-        scores = self.objective_class is RewardObjective
-        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, scores)
-        tokenizer = inner_tokenizer(processing_class)
-        self.family = family_for(model, processing_class, tokenizer, first_row(train_dataset))
-        if self.family is not None and scores:
+        is_scored = self.objective_class is RewardObjective
+        model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, is_scored)
+        self._tokenizer = inner_tokenizer(processing_class)
+        self.family = family_for(model, processing_class, self._tokenizer, first_row(train_dataset))
+        if self.family is not None and is_scored:
             raise ValueError("RewardTrainer does not support images.")
+        is_collated_by_script = data_collator is not None and type(data_collator) not in self._own_collators
         # As in TRL, the collator of a script gets the records with their images.
-        self._skip_prepare_dataset = (
-            self.family is not None and data_collator is not None and type(data_collator) not in self._own_collators
-        )
+        self._skip_prepare_dataset = self.family is not None and is_collated_by_script
         if self._skip_prepare_dataset:
             self._check_collated_by_script(args, train_dataset)
-        self._tokenizer = tokenizer
+        pad_token = self._pad_token(args)
         sets_router = isinstance(args, WithReference)  # ORPO and CPO only use the model's config, in TRL as well
-        model, choices = self._attach(
-            model, args, processing_class, peft_config, added, self._pad_token(args), sets_router
-        )
+        model, choices = self._attach(model, args, processing_class, peft_config, added, pad_token, sets_router)
         if (requested := getattr(args, "padding_value", None)) is not None:
             self._pad = requested
         template = template_of(args, self._tokenizer, self.kind, self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
         if not self._skip_prepare_dataset:
             train_dataset = self._prepare_dataset(train_dataset, processing_class, args, "train")
+            eval_dataset = self._prepared_evals(eval_dataset, processing_class, args)
         multiple: Any = args.pad_to_multiple_of
+        data_collator = data_collator or self.padding_class(self._row_of, self.kind, self._pad, multiple)
         super().__init__(
-            model=model, args=args,
-            data_collator=data_collator or self.padding_class(self._row_of, self.kind, self._pad, multiple),
-            train_dataset=train_dataset, eval_dataset=self._prepared_evals(eval_dataset, processing_class, args),
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=processing_class, compute_metrics=compute_metrics, callbacks=callbacks,
             optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -180,6 +167,28 @@ class PreferenceTrainer(OverridableTrainer):
         self._inspect(args)
         if self.precompute_ref_logps:
             self._precompute_reference()
+
+    @staticmethod
+    def _check_arguments(
+        model: Any, ref_model: Any, args: PreferenceConfig, train_dataset: Any, quantization_config: Any
+    ) -> None:
+        """Raise TypeError, ValueError or UserError for arguments that contradict each other, before weights are read.
+        A chat template of another tokenizer changes the model's vocabulary."""
+        if ref_model is not None:
+            check_model(ref_model, "ref_model")
+            if ref_model is model:
+                raise ValueError(
+                    "`model` and `ref_model` must be different objects. Remove `ref_model` to use a copy of the model."
+                )
+        if quantization_config is not None and not isinstance(model, str):
+            what = "`quantization_config` has no effect on a model that is already instantiated."
+            raise UserError(what, remedy="Pass the model's name or folder as `model`, or remove `quantization_config`.")
+        check_sft_sets(train_dataset)
+        changes_vocabulary = args.chat_template_path is not None and not is_template_file(args.chat_template_path)
+        if isinstance(ref_model, str) and not changes_vocabulary and needs_reference(args.choices()):
+            policy, reference = vocabulary_size(model, args), vocabulary_size(ref_model, args, "ref_model")
+            if policy != reference:
+                raise UserError(other_vocabulary(policy, reference))
 
     def _check_collated_by_script(self, args: PreferenceConfig, train_dataset: Any) -> None:
         """Raise ValueError for arguments that need prepared rows, if a script's collator gets the records."""
@@ -215,17 +224,6 @@ class PreferenceTrainer(OverridableTrainer):
         start = reference.start if isinstance(reference, MovingReference) else reference
         return start.as_model(self.model) if isinstance(start, InitialWeights) else None
 
-    @staticmethod
-    def _check_vocabulary(model: Any, ref_model: Any, args: PreferenceConfig) -> None:
-        """Raise UserError if the vocabulary size of a reference that is given by its name differs from that of the
-        model, before weights are read. A chat template of another tokenizer changes the model's vocabulary."""
-        changes_vocabulary = args.chat_template_path is not None and not is_template_file(args.chat_template_path)
-        if not isinstance(ref_model, str) or changes_vocabulary or not needs_reference(args.choices()):
-            return
-        policy, reference = vocabulary_size(model, args), vocabulary_size(ref_model, args, "ref_model")
-        if policy != reference:
-            raise UserError(other_vocabulary(policy, reference))
-
     def _second(self, ref_model: Any, args: PreferenceConfig) -> Any:
         """The reference, if it is a separate model."""
         if not self._needs_reference:
@@ -246,26 +244,26 @@ class PreferenceTrainer(OverridableTrainer):
             objective.head = Score(model)
         if self.family is not None:
             capabilities = replace(capabilities, is_padding_free=False, shares_prefixes=False)
-        multiple: Any = self.args.pad_to_multiple_of
-        text = partial(collate_padded, pad_id=self._pad, pad_to_multiple_of=multiple)
-        if self.family is not None and self._skip_prepare_dataset:
-            collate = partial(collate_by_script, text, self.family.placeholder_ids)
-        elif self.family is not None:
-            workers = self.args.dataloader_num_workers
-            collate = VisionCollator(
-                model, self.family, text, self._pad, multiple, num_workers=workers, one_by_one=not self._is_scripted
-            )
-            collate.join_processes(model, self._parallel)
+            collate = self._collator_of_images(self.family)
         for note in objective.configure(capabilities, collate):
             logger.warning(note)
         if isinstance(objective, AnswersObjective):
-            choices = self.args.choices()
-            objective.reference = reference_for(
-                objective, choices, model, self._second_model, peft_config, self._parallel
-            )
+            second, choices = self._second_model, self.args.choices()
+            objective.reference = reference_for(objective, choices, model, second, peft_config, self._parallel)
         self._known_capabilities = replace(capabilities, model=model)
         self.model_wrapped = self._made = objective.module(model)
         self.aux_loss_enabled = bool(getattr(objective, "aux_coefficient", 0.0))  # reward models have no router loss
+
+    def _collator_of_images(self, family: Any) -> Callable[[Sequence[Row]], Batch]:
+        """Collates rows with images: prepared ones, or those of a padded batch by a script's collator."""
+        multiple: Any = self.args.pad_to_multiple_of
+        text = partial(collate_padded, pad_id=self._pad, pad_to_multiple_of=multiple)
+        if self._skip_prepare_dataset:
+            return partial(collate_by_script, text, family.placeholder_ids)
+        options: dict[str, Any] = {"num_workers": self.args.dataloader_num_workers, "one_by_one": not self._is_scripted}
+        collate = VisionCollator(self.model, family, text, self._pad, multiple, **options)
+        collate.join_processes(self.model, self._parallel)
+        return collate
 
     def _padding_batch(self, batch: Batch) -> PaddingBatch:
         return PaddingBatch(batch) if self._is_scripted or "items" not in batch else padding_batch(batch)
@@ -348,12 +346,11 @@ class PreferenceTrainer(OverridableTrainer):
         return preference_rows(dataset, dataset_name, args, self.kind, self.objective.encode, self.objective.template)
 
     def _prepared_evals(self, evals: Any, processing_class: Any, args: PreferenceConfig) -> Any:
-        if self._skip_prepare_dataset:
-            return evals
         return for_each_set(evals, lambda dataset, name: self._prepare_dataset(dataset, processing_class, args, name))
 
     def _prepare_passed(self, dataset: Any) -> Any:
-        dataset = self._prepared_evals(dataset, self.processing_class, self.args)
+        if not self._skip_prepare_dataset:
+            dataset = self._prepared_evals(dataset, self.processing_class, self.args)
         return self._add_missing_columns(dataset, "eval") if self.precompute_ref_logps else dataset
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
