@@ -197,38 +197,32 @@ class JinjaFormat:
             borders: begin and end of each span among the tokens, as returned by ``Encoder.boundaries``.
         """
         # A token across the border of a response belongs to the response, because the model has to generate it.
-        begins, ends = [ended for ended, _ in borders[::2]], [begun for _, begun in borders[1::2]]
-        turns = []
-        for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            first, last = ends[index - 1] if index else 0, end if index < len(ends) - 1 else len(ids)
-            question, answer = _messages(example, rendered, index)
-            place, before = rendered.answers[index], rendered.answers[index - 1] + 1 if index else 0
-            turns.append(
-                (
-                    Segment(
-                        ids[first:begin],
-                        partial(self._removable, rendered, range(before, place), first, begin),
-                        question,
-                        self._prompt_start(rendered, question, index, first, begin),
-                    ),
-                    Segment(
-                        ids[begin:last],
-                        partial(self._removable, rendered, [place], begin, last),
-                        answer,
-                        trailing=last - end,
-                    ),
-                )
-            )
+        spans = [(ended, begun) for (ended, _), (_, begun) in zip(borders[::2], borders[1::2], strict=True)]
+        turns: list[Turn] = []
+        first = before = 0  # first token, and first message, of the next prompt
+        for place, (begin, end) in zip(rendered.answers, spans, strict=True):
+            last = len(ids) if place == rendered.answers[-1] else end
+            question, answer = _messages(example, rendered, place)
+            removable = partial(self._removable, rendered, range(before, place), first, begin)
+            start = self._prompt_start(rendered, question, place, first, begin)
+            prompt = Segment(ids[first:begin], removable, question, start)
+            removable = partial(self._removable, rendered, [place], begin, last)
+            turns.append((prompt, Segment(ids[begin:last], removable, answer, trailing=last - end)))
+            first, before = end, place + 1
         return turns
 
-    def _prompt_start(self, rendered: Rendered, question: Message, index: int, first: int, begin: int) -> int:
-        """Return the position in the prompt of a turn at which its last message begins, or 0 if it is not needed."""
-        place = rendered.answers[index] - 1
+    def _prompt_start(self, rendered: Rendered, question: Message, place: int, first: int, begin: int) -> int:
+        """Return the position in the prompt of a turn at which its last message begins, or 0 if it is not needed.
+
+        Args:
+            place: index of the response among the messages.
+            first, begin: first token of the prompt, and of the response.
+        """
         is_plain = question.train is None and question.weight == 1.0
-        if (is_plain and not self.learns_every_end) or place < 1:
+        if (is_plain and not self.learns_every_end) or place < 2:
             return 0
         try:
-            before = common_start(self.renderer.render(rendered.chat[:place], rendered.tools), rendered.text)
+            before = common_start(self.renderer.render(rendered.chat[: place - 1], rendered.tools), rendered.text)
         except UnreadableTemplate:
             return 0  # some templates raise an error for a system message without a user message
         ended = self.encoder.boundaries(rendered.text, [before])[0][0]
@@ -280,9 +274,9 @@ class JinjaFormat:
         return [function_schema(tool) for tool in read_tools(self.encoder.hide(example.tools))] or None
 
 
-def _messages(example: Example, rendered: Rendered, index: int) -> tuple[Message, Message]:
+def _messages(example: Example, rendered: Rendered, place: int) -> tuple[Message, Message]:
     """Return prompt and response message of a turn. The prompt is empty if a response follows another one."""
-    place = rendered.answers[index] - (len(rendered.chat) - len(example.messages))
+    place -= len(rendered.chat) - len(example.messages)
     question = example.messages[place - 1]
     return question if question.role not in RESPONSE_ROLES else EMPTY_MESSAGE, example.messages[place]
 
