@@ -20,105 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from burnish.loop.types import IGNORE_INDEX, Batch, Row
 
-
-@dataclass
-class Padded:
-    """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, unpaired or
-    scores; ``pad_to_multiple_of``: round the width up to a multiple."""
-
-    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    kind: str
-    pad_id: int
-    pad_to_multiple_of: int | None = None
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """TRL's batch of these rows."""
-        encoded, numbers = [self.row_of(row) for row in rows], reference_logps(rows)
-        if self.kind == "unpaired":
-            kl_columns = self._pad(encoded, ["kl_"], "KL_") if all(row.get("kl_input_ids") for row in encoded) else {}
-            return {
-                **self._pad(encoded, [""]),
-                **kl_columns,
-                "label": torch.tensor([bool(row["tag"]) for row in encoded]),
-                **numbers,
-            }
-        batch = self._pad(encoded, ["chosen_", "rejected_"])
-        if self.kind == "pairs":
-            return batch | numbers
-        del batch["completion_mask"]
-        return {**batch, "margin": torch.tensor([row["margin"] for row in encoded])}
-
-    def _pad(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
-        """(sides x rows, longest) each."""
-        ids = [torch.as_tensor(row[f"{side}input_ids"]) for side in sides for row in rows]
-        labels = [torch.as_tensor(row[f"{side}labels"]) for side in sides for row in rows]
-        values = {
-            "input_ids": (ids, self.pad_id),
-            "attention_mask": ([torch.ones_like(one) for one in ids], 0),
-            "completion_mask": ([(one != IGNORE_INDEX).long() for one in labels], 0),
-        }
-        width = max(map(len, ids))
-        width += -width % (self.pad_to_multiple_of or 1)
-        for of, filler in values.values():
-            of[0] = F.pad(of[0], (0, width - len(of[0])), value=filler)
-        return {f"{prefix}{name}": pad_sequence(of, True, filler) for name, (of, filler) in values.items()}
-
-
-@dataclass
-class PaddedBySide(Padded):
-    """The batch of TRL's ORPO and CPO: ``chosen_input_ids``, ``chosen_attention_mask``, ``chosen_labels``, the same for
-    ``rejected_``, and ``prompt_`` without labels, left-padded."""
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {}
-        for side in ("chosen", "rejected"):
-            padded = self._pad([self.row_of(row) for row in rows], [f"{side}_"])
-            labels = padded["input_ids"].masked_fill(padded.pop("completion_mask") == 0, IGNORE_INDEX)
-            batch |= {f"{side}_{name}": value for name, value in padded.items()} | {f"{side}_labels": labels}
-        begins = [int((labels == IGNORE_INDEX).int().argmin()) for labels in batch["chosen_labels"]]
-        prompts = [ids[:begin] for ids, begin in zip(batch["chosen_input_ids"], begins, strict=True)]
-        values = {"input_ids": (prompts, self.pad_id), "attention_mask": ([torch.ones_like(one) for one in prompts], 0)}
-        return batch | {
-            f"prompt_{name}": pad_sequence(of, True, filler, padding_side="left")
-            for name, (of, filler) in values.items()
-        }
-
-
-def rows_of_padded(batch: Mapping[str, Any], kind: str, may_have_images: bool = False) -> list[Row]:
-    """The rows of objectives in a padded batch, without its padding.
-
-    Args:
-        batch: TRL's padded batch. Other values, such as weights of pairs, are left to the script that added them.
-        kind: pairs, unpaired or scores.
-        may_have_images: whether other tensors are those of images.
-
-    Raises:
-        ValueError: if a key is missing.
-    """
-    has_images = may_have_images and _has_images(batch)
-    if "chosen_input_ids" in batch:
-        sides = [_sequences(batch, f"{side}_", batch[f"{side}_labels"]) for side in ("chosen", "rejected")]
-    else:
-        required = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
-        if missing := [name for name in required if name not in batch]:
-            raise ValueError(
-                f"`data_collator` must return {', '.join(required)}. Missing: {', '.join(missing)}. "
-                f"Received: {', '.join(batch)}."
-            )
-        sequences = _sequences(batch, "")
-        if kind == "unpaired":
-            return _unpair(sequences, batch, has_images)
-        sides = [sequences[: len(sequences) // 2], sequences[len(sequences) // 2 :]]
-    margins, count = batch.get("margin"), len(sides[0])
-    return [
-        {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1], "rejected_input_ids": rejected[0],
-         "rejected_labels": rejected[1], "margin": 0.0 if margins is None else float(margins[at]),
-         **_numbers(batch, at, ("chosen", "rejected")),
-         **({"images": InPaddedBatch(batch, (at, count + at))} if has_images else {})}
-        for at, (chosen, rejected) in enumerate(zip(*sides, strict=True))
-    ]  # fmt: skip
-
-
+_SIDES = ("chosen", "rejected")
 REFERENCE = {"chosen": "ref_chosen_logps", "rejected": "ref_rejected_logps", "": "ref_logps", "kl": "ref_KL_logps"}
 """Side -> key of its reference log-probabilities in TRL's padded batches."""
 
@@ -134,8 +36,132 @@ def reference_logps(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {key: torch.tensor([row[name] for row in rows]) for key, name in known.items()}
 
 
-_NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERENCE.values()})
-"""Keys of padded batches that are not model inputs, besides those with the prefix ``KL_``."""
+@dataclass
+class Padded:
+    """Creates TRL's batch. ``row_of`` converts a dataset row to one of an objective; ``kind``: pairs, unpaired or
+    scores; ``pad_to_multiple_of``: round the width up to a multiple."""
+
+    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    kind: str
+    pad_id: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """TRL's batch of these rows."""
+        encoded, numbers = [self.row_of(row) for row in rows], reference_logps(rows)
+        if self.kind == "unpaired":
+            batch = self._pad(encoded, [""])
+            if all(row.get("kl_input_ids") for row in encoded):
+                batch |= self._pad(encoded, ["kl_"], "KL_")
+            return {**batch, "label": torch.tensor([bool(row["tag"]) for row in encoded]), **numbers}
+        batch = self._pad(encoded, ["chosen_", "rejected_"])
+        if self.kind == "pairs":
+            return batch | numbers
+        del batch["completion_mask"]
+        return {**batch, "margin": torch.tensor([row["margin"] for row in encoded])}
+
+    def _pad(self, rows: list[Mapping[str, Any]], sides: list[str], prefix: str = "") -> dict[str, Tensor]:
+        """(sides x rows, longest) each."""
+        ids = [torch.as_tensor(row[f"{side}input_ids"]) for side in sides for row in rows]
+        labels = [torch.as_tensor(row[f"{side}labels"]) for side in sides for row in rows]
+        values = {
+            "input_ids": (ids, self.pad_id),
+            "attention_mask": ([torch.ones_like(one) for one in ids], 0),
+            "completion_mask": ([(one != IGNORE_INDEX).long() for one in labels], 0),
+        }
+        more = -max(map(len, ids)) % (self.pad_to_multiple_of or 1)
+        return {
+            f"{prefix}{name}": F.pad(pad_sequence(of, True, filler), (0, more), value=filler)
+            for name, (of, filler) in values.items()
+        }
+
+
+@dataclass
+class PaddedBySide(Padded):
+    """The batch of TRL's ORPO and CPO: ``chosen_input_ids``, ``chosen_attention_mask``, ``chosen_labels``, the same for
+    ``rejected_``, and ``prompt_`` without labels, left-padded."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = {}
+        for side in _SIDES:
+            padded = self._pad([self.row_of(row) for row in rows], [f"{side}_"])
+            labels = padded["input_ids"].masked_fill(padded.pop("completion_mask") == 0, IGNORE_INDEX)
+            batch |= {f"{side}_{name}": value for name, value in padded.items()} | {f"{side}_labels": labels}
+        begins = [int((labels == IGNORE_INDEX).int().argmin()) for labels in batch["chosen_labels"]]
+        prompts = [ids[:begin] for ids, begin in zip(batch["chosen_input_ids"], begins, strict=True)]
+        masks = [torch.ones_like(ids) for ids in prompts]
+        batch["prompt_input_ids"] = pad_sequence(prompts, True, self.pad_id, padding_side="left")
+        batch["prompt_attention_mask"] = pad_sequence(masks, True, 0, padding_side="left")
+        return batch
+
+
+def rows_of_padded(batch: Mapping[str, Any], kind: str, may_have_images: bool = False) -> list[Row]:
+    """The rows of objectives in a padded batch, without its padding.
+
+    Args:
+        batch: TRL's padded batch. Other values, such as weights of pairs, are left to the script that added them.
+        kind: pairs, unpaired or scores.
+        may_have_images: whether other tensors are those of images.
+
+    Raises:
+        ValueError: if a key is missing.
+    """
+    if "chosen_input_ids" in batch:
+        rows = _pairs(batch, *(_sequences(batch, f"{side}_", batch[f"{side}_labels"]) for side in _SIDES))
+    else:
+        required = ["input_ids", *([] if kind == "scores" else ["completion_mask"])]
+        if missing := [name for name in required if name not in batch]:
+            raise ValueError(
+                f"`data_collator` must return {', '.join(required)}. Missing: {', '.join(missing)}. "
+                f"Received: {', '.join(batch)}."
+            )
+        sequences = _sequences(batch)
+        half = len(sequences) // 2  # in pairs, the chosen responses come first
+        rows = _unpaired(batch, sequences) if kind == "unpaired" else _pairs(batch, sequences[:half], sequences[half:])
+    if may_have_images and _has_images(batch):
+        for at, row in enumerate(rows):
+            numbers = (at, len(rows) + at) if "chosen_input_ids" in row else (at,)
+            row["images"] = InPaddedBatch(batch, numbers)
+            if "kl_input_ids" in row:
+                row["kl_images"] = InPaddedBatch(batch, numbers, "KL_")
+    return rows
+
+
+def _sequences(batch: Mapping[str, Any], prefix: str = "", labels: Tensor | None = None) -> list[Row]:
+    """Ids and labels of each sequence, without padding. ``labels`` default to the ids in the completion mask; without
+    a mask all tokens are trained."""
+    ids: Tensor = batch[f"{prefix}input_ids"]
+    if labels is None:
+        learned = batch.get(f"{prefix}completion_mask")
+        labels = ids if learned is None else ids.masked_fill(learned == 0, IGNORE_INDEX)
+    real = batch.get(f"{prefix}attention_mask", torch.ones_like(ids)).bool()
+    return [
+        {"input_ids": line[there].tolist(), "labels": trained[there].tolist()}
+        for line, trained, there in zip(ids, labels, real, strict=True)
+    ]
+
+
+def _pairs(batch: Mapping[str, Any], chosen: Sequence[Row], rejected: Sequence[Row]) -> list[Row]:
+    margins = batch.get("margin")
+    return [
+        {"chosen_input_ids": one["input_ids"], "chosen_labels": one["labels"],
+         "rejected_input_ids": other["input_ids"], "rejected_labels": other["labels"],
+         "margin": 0.0 if margins is None else float(margins[at]), **_numbers(batch, at, _SIDES)}
+        for at, (one, other) in enumerate(zip(chosen, rejected, strict=True))
+    ]  # fmt: skip
+
+
+def _unpaired(batch: Mapping[str, Any], sequences: Sequence[Row]) -> list[Row]:
+    others = _sequences(batch, "KL_") if "KL_input_ids" in batch else [Row(input_ids=[], labels=[])] * len(sequences)
+    return [
+        {**one, "tag": bool(batch["label"][at]), "kl_input_ids": kl["input_ids"], "kl_labels": kl["labels"],
+         **_numbers(batch, at, ("", "kl"))}
+        for at, (one, kl) in enumerate(zip(sequences, others, strict=True))
+    ]  # fmt: skip
+
+
+def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[str, float]:
+    return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,18 @@ class InPaddedBatch:
     batch: Mapping[str, Any]
     numbers: tuple[int, ...]
     prefix: str = ""
+
+
+_NOT_INPUTS = frozenset({"completion_mask", "label", "labels", "margin", *REFERENCE.values()})
+"""Keys of padded batches that are not model inputs, besides those with the prefix ``KL_``."""
+
+
+def _has_images(batch: Mapping[str, Any]) -> bool:
+    """Whether the batch has tensors besides those of tokens. A batch without ``input_ids`` has no images."""
+    text = _NOT_INPUTS | {"input_ids", "attention_mask"}
+    return "input_ids" in batch and any(
+        isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch
+    )
 
 
 def collate_by_script(
@@ -194,41 +232,3 @@ def _collate_padded_images(rows: Sequence[Row]) -> Batch:
             real = slice(None) if mask is None else mask[number].bool()
             inputs[name][number, real] = torch.as_tensor(row[name], device=ids.device)
     return inputs
-
-
-def _has_images(batch: Mapping[str, Any]) -> bool:
-    """Whether the batch has tensors besides those of tokens. A batch without ``input_ids`` has no images."""
-    text = _NOT_INPUTS | {"input_ids", "attention_mask"}
-    return "input_ids" in batch and any(
-        isinstance(batch[key], Tensor) and key not in text and key[:3] != "KL_" for key in batch
-    )
-
-
-def _numbers(batch: Mapping[str, Any], at: int, sides: Sequence[str]) -> dict[str, float]:
-    return {column_of(side): float(batch[REFERENCE[side]][at]) for side in sides if REFERENCE[side] in batch}
-
-
-def _unpair(sequences: list[tuple[list[int], list[int]]], batch: Mapping[str, Any], has_images: bool) -> list[Row]:
-    kl_sequences = _sequences(batch, "KL_") if "KL_input_ids" in batch else [([], [])] * len(sequences)
-    return [
-        {"input_ids": ids, "labels": labels, "tag": bool(batch["label"][at]), "kl_input_ids": kl_ids,
-         "kl_labels": kl_labels, **_numbers(batch, at, ("", "kl")),
-         **({"images": InPaddedBatch(batch, (at,)), "kl_images": InPaddedBatch(batch, (at,), "KL_")}
-            if has_images else {})}
-        for at, ((ids, labels), (kl_ids, kl_labels)) in enumerate(zip(sequences, kl_sequences, strict=True))
-    ]  # fmt: skip
-
-
-def _sequences(
-    batch: Mapping[str, Any], prefix: str, labels: Tensor | None = None
-) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each sequence, without padding. ``labels`` default to the ids in the completion mask; without
-    a mask all tokens are trained."""
-    ids: Tensor = batch[f"{prefix}input_ids"]
-    if labels is None:
-        learned = batch.get(f"{prefix}completion_mask")
-        labels = ids if learned is None else ids.masked_fill(learned == 0, IGNORE_INDEX)
-    real = batch.get(f"{prefix}attention_mask", torch.ones_like(ids)).bool()
-    return [
-        (line[there].tolist(), trained[there].tolist()) for line, trained, there in zip(ids, labels, real, strict=True)
-    ]
