@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from burnish.config.errors import UserError
@@ -168,6 +168,13 @@ class Example:
     def request(self) -> tuple[Message, ...]:
         """The messages before ``response``; all messages if there is none."""
         return self.messages if self.response is None else self.messages[:-1]
+
+    def with_answer(self, side: str) -> Example:
+        """The conversation or text with one of the two responses of a pair ("chosen" or "rejected")."""
+        alone, answer = replace(self, chosen=None, rejected=None, margin=None), getattr(self, side)
+        if isinstance(answer, str):
+            return replace(alone, completion=answer)
+        return replace(alone, messages=(*self.messages, *answer))
 
 
 Row: TypeAlias = dict[str, Any]

@@ -23,7 +23,6 @@ from burnish.data.chat.preferences import (
     TOO_LONG,
     pair_rows,
     unpaired_rows,
-    with_answer,
     with_mismatched_response,
 )
 from burnish.data.chat.truncate import EncodingChoices, fit_turns, refuse_long
@@ -106,7 +105,7 @@ class ConversationEncoder:
         """
         of_chosen, of_rejected = DataStats(), DataStats()
         sides = [
-            self._answers([with_answer(example, side) for example in examples], of_side)
+            self._answers([example.with_answer(side) for example in examples], of_side)
             for side, of_side in (("chosen", of_chosen), ("rejected", of_rejected))
         ]
         stats.merge_sides(of_chosen, of_rejected)

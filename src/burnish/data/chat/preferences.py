@@ -31,14 +31,6 @@ IMAGE_TRUNCATED = drop_reason(
 TRUNCATED = RecordReason("truncated to cutoff_len", "truncated", is_length=True)
 
 
-def with_answer(example: Example, side: str) -> Example:
-    """Return the conversation or text with one of the two responses of a pair ("chosen" or "rejected")."""
-    alone, answer = replace(example, chosen=None, rejected=None), getattr(example, side)
-    if isinstance(answer, str):
-        return replace(alone, completion=answer)
-    return replace(alone, messages=(*example.messages, *answer))
-
-
 def with_mismatched_response(example: Example) -> Example:
     """Return the prompt of a labelled response with another record's response, if it has the same type."""
     other = example.other

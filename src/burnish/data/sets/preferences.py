@@ -184,19 +184,9 @@ def label_values(records: Iterable[Values], column: str) -> Mapping[Any, bool]:
 
 def unpair(examples: Sequence[Example]) -> Iterator[Example]:
     """Yield each response of each pair with a KTO label: first all chosen ones, then all rejected ones, as TRL does."""
-    for is_chosen in (True, False):
+    for side, is_desirable in (("chosen", True), ("rejected", False)):
         for example in examples:
-            answer = example.chosen if is_chosen else example.rejected
-            assert answer is not None
-            yield replace(_with_one_response(example, answer), tag=is_chosen)
-
-
-def _with_one_response(example: Example, answer: Answer) -> Example:
-    """Return the example of a pair with one response."""
-    alone = replace(example, chosen=None, rejected=None, margin=None)
-    if isinstance(answer, str):
-        return replace(alone, completion=answer)
-    return replace(alone, messages=(*example.messages, *answer))
+            yield replace(example.with_answer(side), tag=is_desirable)
 
 
 def with_reference(example: Example) -> Example:
@@ -205,7 +195,7 @@ def with_reference(example: Example) -> Example:
     The reference is the chosen response of a pair, or a response that is neither empty nor labelled as undesirable.
     """
     if example.chosen is not None:
-        return _with_one_response(example, example.chosen)
+        return example.with_answer("chosen")
     example = replace(example, tag=None, other=None) if example.tag is not False else _without_response(example)
     return example if has_reference(example) else _without_response(example)
 

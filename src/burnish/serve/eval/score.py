@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import build, option, raise_if
-from burnish.data.chat.preferences import with_answer
 from burnish.data.images.sources import MediaReader
 from burnish.data.sets.formats import BadRecords, bad_records
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, RecordNeeds
@@ -204,7 +203,7 @@ def _token_ids(
 ) -> Iterator[list[Sequence[int]] | BadRecord]:
     """Yield the token ids of the responses of each example, or why it cannot be scored."""
     sequences = [
-        [example] if example.chosen is None else [with_answer(example, side) for side in _SIDES] for example in examples
+        [example] if example.chosen is None else [example.with_answer(side) for side in _SIDES] for example in examples
     ]
     encoding = DataStats()
     encoded = iter(loaded.template.encode_answers([e for some in sequences for e in some if _is_encoded(e)], encoding))
