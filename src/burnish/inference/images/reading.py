@@ -39,10 +39,8 @@ class ImageReader:
         self.family, self.reader = family, reader
         config: Any = model.config
         processor, pads = ImageProcessor.of(model, family.processor, family.options), partial(collate_padded, pad_id=0)
-        self._collator = ImageCollator(
-            pads, pads, ImageLayout.of(config), processor, images_of,
-            prepare or (lambda image: processor.tensors(family.prepare(image))),
-        )  # fmt: skip
+        prepare = prepare or partial(processor.tensors_of, family.prepare)
+        self._collator = ImageCollator(pads, pads, ImageLayout.of(config), processor, images_of, prepare)
 
     def image(self, url: str, place: str, detail: str = "auto") -> ImageFile:
         """Return the image of a data URI. Raises BadImage."""

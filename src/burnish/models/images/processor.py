@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,10 @@ class ImageProcessor:
         found = {name: made[name] for name in made if name in self.names}
         # Llama 4's makes bfloat16, which is cast to the type of the tower later.
         return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in found.items()}
+
+    def tensors_of(self, prepare: Callable[[Any], Any], image: Any) -> dict[str, Tensor]:
+        """The tensors of an image of a record, which ``prepare`` (``Family.prepare``) converts to pixels."""
+        return self.tensors(prepare(image))
 
     def join(self, each: Sequence[Tensors]) -> dict[str, Tensor]:
         """Concatenate the tensors of several images, in order.

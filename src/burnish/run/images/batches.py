@@ -141,7 +141,7 @@ def collator_of(
     layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
     if layout.crosses:
         raise_if(_check_single_rows(options, model))
-    tensors: Prepare = partial(_tensors, family, processor)
+    tensors: Prepare = partial(processor.tensors_of, family.prepare)
     if options.image_cache == "disk":
         tensors = _on_disk(options, family, processor, tensors)
     left_out = _damaged_image_handler(options, family, processor, tensors)
@@ -193,10 +193,6 @@ def _check_single_rows(options: RunOptions, model: Any) -> Iterator[Problem]:
     for name in ("packing", "max_tokens_per_batch"):
         if getattr(options, name, None):
             yield Problem(what, remedy=f"Remove {name}.", option=name)
-
-
-def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
-    return processor.tensors(family.prepare(image))
 
 
 def _on_disk(options: RunOptions, family: Family, processor: ImageProcessor, tensors: Prepare) -> ImageDiskCache:

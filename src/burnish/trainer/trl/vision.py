@@ -25,7 +25,7 @@ from burnish.models.images.ahead import cache_in_memory
 from burnish.models.images.collator import ImageCollator, ImageLayout, Prepare, computes_one_by_one
 from burnish.models.images.features import patch_vision_model
 from burnish.models.images.probe import isolates_images
-from burnish.models.images.processor import ImageProcessor, Tensors, load_image_processor, video_settings_in
+from burnish.models.images.processor import ImageProcessor, load_image_processor, video_settings_in
 from burnish.models.images.together import must_run_together, run_tower_in_every_pass
 from burnish.models.options import ModelOptions
 from burnish.utils.json_files import read_object
@@ -172,7 +172,7 @@ class VisionCollator:
         patch_vision_model(model)
         self.text, self.family = text, family
         layout, processor = ImageLayout.of(model.config), ImageProcessor.of(model, family.processor, family.options)
-        prepare: Prepare = partial(_tensors, family, processor)
+        prepare: Prepare = partial(processor.tensors_of, family.prepare)
         cache = None if num_workers else cache_in_memory(prepare, images_of, family.processor)
         one_by_one = one_by_one and computes_one_by_one(model, layout)
 
@@ -200,10 +200,6 @@ class VisionCollator:
                 )
             return self.text(rows)
         return self.images([_plain(row) for row in rows])
-
-
-def _tensors(family: Family, processor: ImageProcessor, image: Any) -> Tensors:
-    return processor.tensors(family.prepare(image))
 
 
 def _plain(row: Row) -> Row:
