@@ -64,18 +64,18 @@ class LmOptions:
     compute_entropy: bool = option(False, "Log the mean entropy of the predictions.")
 
 
-class CheckpointingChoices:
-    """Options of gradient checkpointing."""
+_TOKEN_LOSS_OPTIONS = ("label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "use_eaft_loss")
+"""Options of the loss that only stages of language modeling read."""
+
+
+class LossChoices(LmOptions):
+    """Options of losses over tokens, and of gradient checkpointing."""
 
     gradient_checkpointing: bool
     gradient_checkpointing_kwargs: dict[str, Any] | None
 
 
-_TOKEN_LOSS_OPTIONS = ("label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "use_eaft_loss")
-"""Options of the loss that only stages of language modeling read."""
-
-
-class LmChoices(CheckpointingChoices, ParallelOptions, PatchOptions, LmOptions):
+class LmChoices(ParallelOptions, PatchOptions, LossChoices):
     """Options of the language modeling loss."""
 
     stage: str
@@ -145,12 +145,10 @@ class LmObjective(StageObjective):
             UserError: if ``fused_loss`` is set but the model's head does not support it, or if a router's auxiliary
                 loss would have no gradient.
         """
-        self.collate, inner = partial(collate_trained, collate), unwrap_peft(capabilities.model)
-        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
-            raise UserError(ROUTER_WITHOUT_GRADIENT)
+        self.collate = partial(collate_trained, collate)
         self.makes_some_logits = capabilities.makes_some_logits and self.options.fused_loss is not False
-        self.head, found = fused_head(capabilities, self.options)
-        return found
+        self.head, notes = head_for_loss(capabilities, self.options)
+        return notes
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         """Whether tokens without influence on a loss may be skipped and shared prefixes computed once.
@@ -298,27 +296,26 @@ def hidden_and_weight(
     return hidden, head.linear.weight if joined is None else joined
 
 
-def fused_head(capabilities: Capabilities, options: LmOptions) -> tuple[Head | None, list[str]]:
+def head_for_loss(capabilities: Capabilities, options: LossChoices) -> tuple[Head | None, list[str]]:
     """Return the head for a loss in chunks, and a note if ``fused_loss`` is auto and the model has no such head.
 
     Raises:
-        UserError: if ``fused_loss`` is true and the model has no such head.
+        UserError: if ``fused_loss`` is true and the model has no such head, or if a router's auxiliary loss would have
+            no gradient.
     """
+    model = unwrap_peft(capabilities.model)
+    settings = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
+    if aux_coefficient(model, options.router_aux_loss_coef) and (settings or {}).get("use_reentrant"):
+        raise UserError(_ROUTER_WITHOUT_GRADIENT)
     if options.fused_loss is False or capabilities.head is not None:
         return (None if options.fused_loss is False else capabilities.head), []
-    name = type(unwrap_peft(capabilities.model)).__name__
-    what = f"The LM head of {name} is not a plain linear layer over its last hidden states."
+    what = f"The LM head of {type(model).__name__} is not a plain linear layer over its last hidden states."
     if options.fused_loss != "auto":
         raise UserError(f'"fused_loss" is true. {what}', remedy="Remove fused_loss.", option="fused_loss")
     return None, [f"{what} The loss is computed from full logits, which takes more memory."]
 
 
-def is_reentrant(options: CheckpointingChoices) -> bool:
-    settings = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
-    return bool((settings or {}).get("use_reentrant"))
-
-
-ROUTER_WITHOUT_GRADIENT = Problem(
+_ROUTER_WITHOUT_GRADIENT = Problem(
     'gradient_checkpointing_kwargs: "use_reentrant" is true, and the model has a router. Reentrant checkpointing runs '
     "the first forward pass without a graph, so the router's auxiliary loss would have no gradient.",
     remedy="Remove use_reentrant, or set router_aux_loss_coef: 0.",

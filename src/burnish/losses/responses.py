@@ -25,22 +25,14 @@ from burnish.loop.modes import evaluating
 from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.base import Collate, RowEncoder, StageObjective
-from burnish.losses.lm import (
-    ROUTER_WITHOUT_GRADIENT,
-    CheckpointingChoices,
-    LmOptions,
-    aux_coefficient,
-    fused_head,
-    is_reentrant,
-    not_configured,
-)
+from burnish.losses.lm import LossChoices, aux_coefficient, head_for_loss, not_configured
 from burnish.losses.preference_options import PairLossChoices
 from burnish.losses.reference import MovingReference, Reference
 from burnish.losses.sequence_logps import SequenceModel, SequenceValues
 from burnish.utils.patching import PatchOptions
 
 
-class PairChoices(PairLossChoices, LmOptions, CheckpointingChoices, PatchOptions):
+class PairChoices(PairLossChoices, PatchOptions, LossChoices):
     """Options of losses over responses."""
 
 
@@ -84,12 +76,10 @@ class AnswersObjective(StageObjective):
 
     def configure(self, capabilities: Capabilities, collate: Collate) -> list[str]:
         """Store how the model computes its logits, as ``LmObjective.configure``."""
-        self.collate, inner = partial(self._collate, collate), unwrap_peft(capabilities.model)
-        if aux_coefficient(inner, self.options.router_aux_loss_coef) and is_reentrant(self.options):
-            raise UserError(ROUTER_WITHOUT_GRADIENT)
+        self.collate = partial(self._collate, collate)
         self.makes_some_logits = capabilities.makes_some_logits
-        self.head, found = fused_head(capabilities, self.options)
-        return found
+        self.head, notes = head_for_loss(capabilities, self.options)
+        return notes
 
     def allows_prefix_sharing(self, model: nn.Module) -> bool:
         return not aux_coefficient(unwrap_peft(model), self.options.router_aux_loss_coef)
