@@ -7,6 +7,8 @@ import torch
 from script_runs import losses as script_losses
 from script_runs import make
 
+from burnish.losses.kto import KtoObjective
+from burnish.losses.pairs import PairObjective
 from burnish.run import reference_cache
 from burnish.run.reference_cache import RowsWithReference
 from pair_runs import losses, make_pair_workspace, pairs
@@ -96,6 +98,84 @@ def test_changed_reference_is_computed_again(workspace, monkeypatch, reference_c
     assert len(reference_counts) == 2
     monkeypatch.setattr(reference_cache, "cache_home", lambda: workspace / "elsewhere")
     assert losses(workspace, monkeypatch, **BEFORE, **options) == cached
+
+
+def interrupt_after(count, monkeypatch):
+    """Interrupt the computation of reference values after ``count`` batches. Returns a list of the rows of each."""
+    computed = []
+
+    def counting(columns):
+        def counted(self, module, rows, parallel):
+            if len(computed) == count:
+                raise KeyboardInterrupt
+            computed.append(len(rows))
+            return columns(self, module, rows, parallel)
+
+        return counted
+
+    for kind in (PairObjective, KtoObjective):
+        monkeypatch.setattr(kind, "reference_columns", counting(kind.reference_columns))
+    return computed
+
+
+def reference_files(workspace):
+    """Return the names of all files of the cache but locks."""
+    return {path.name for path in (workspace / "cache" / "reference").rglob("*") if not path.name.endswith(".lock")}
+
+
+@pytest.mark.parametrize("stage", ["dpo", "kto"])
+def test_interrupted_computation_continues(workspace, monkeypatch, stage):
+    options = {**BEFORE, "stage": stage, "per_device_eval_batch_size": 3}
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        with pytest.raises(KeyboardInterrupt):
+            losses(workspace, patch, **options)
+    (partial,) = (workspace / "cache" / "reference").glob(".*.partial.jsonl")
+    with partial.open("a") as file:
+        file.write('{"index": 2, "ro')  # incomplete: the process was killed while it was written
+    with monkeypatch.context() as patch:
+        computed = interrupt_after(None, patch)
+        found = losses(workspace, patch, **options)
+    assert len(computed) == -(-(12 if stage == "dpo" else 24) // 3) - 2
+    assert {"rows.arrow", "rows.json"} < reference_files(workspace)
+    assert not any("partial" in name for name in reference_files(workspace))
+    continued = [path.read_bytes() for path in sorted((workspace / "cache" / "reference").glob("*/*"))]
+    monkeypatch.setattr(reference_cache, "cache_home", lambda: workspace / "elsewhere")
+    assert losses(workspace, monkeypatch, **options) == found
+    assert [path.read_bytes() for path in sorted((workspace / "elsewhere" / "reference").glob("*/*"))] == continued
+
+
+@pytest.mark.parametrize("name", ["weights", "rows", "overwrite_cache"])
+def test_values_of_another_reference_are_not_continued(workspace, monkeypatch, name):
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            losses(workspace, patch, **BEFORE, per_device_eval_batch_size=4)
+    options = CHANGES[name](workspace)
+    computed = interrupt_after(None, monkeypatch)
+    losses(workspace, monkeypatch, **BEFORE, **options, per_device_eval_batch_size=4)
+    assert sum(computed) == (13 if name == "rows" else 12)
+
+
+def test_interrupted_computation_of_a_script_continues(workspace, tmp_path, monkeypatch):
+    monkeypatch.setenv("BURNISH_CACHE", str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            make("DPOTrainer", workspace / "model", tmp_path, **BEFORE, precompute_ref_batch_size=4)
+    computed = interrupt_after(None, monkeypatch)
+    make("DPOTrainer", workspace / "model", tmp_path, **BEFORE, precompute_ref_batch_size=4)
+    assert computed == [4, 4]
+
+
+def test_full_disk_does_not_stop_the_computation(workspace, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    expected = losses(workspace, monkeypatch, **BEFORE, overwrite_cache=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("burnish.run.partial_results.write_text_atomically", full)
+        assert losses(workspace, patch, **BEFORE, overwrite_cache=True) == expected
 
 
 def test_unwritable_cache_does_not_stop_the_run(workspace, monkeypatch, reference_counts, capsys):

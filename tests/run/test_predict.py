@@ -20,12 +20,12 @@ from burnish.losses.base import check_stage
 from burnish.models.generate import GenerationOptions, check_generation, generate, generation_config, generation_notes
 from burnish.parallel.create import create_parallel
 from burnish.run.build import build_loop
+from burnish.run.partial_results import PartialResults
 from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import plan
 from burnish.run.predictions import answers as answers_module
 from burnish.run.predictions.answers import answer_all, bare_model
 from burnish.run.predictions.files import write_answers
-from burnish.run.predictions.partial import FinishedResponses
 from burnish.run.predictions.predict import _scores, predict_all
 from burnish.run.predictions.questions import Question, questions_of
 from burnish.run.prepare import prepare
@@ -277,11 +277,11 @@ def interrupted(*args, **kwargs):
 
 def test_restarted_prediction_does_not_lose_finished_responses(tmp_path, monkeypatch):
     partial = tmp_path / "answers.partial.jsonl"
-    with FinishedResponses(partial, "key") as finished:
-        finished.add(0, [5, 6], -0.5)
+    with PartialResults(partial, "key") as finished:
+        finished.add(0, {"ids": [5, 6], "logprob": -0.5})
     before = partial.read_bytes()
     monkeypatch.setattr("burnish.report.results.os.replace", interrupted)
-    with pytest.raises(KeyboardInterrupt), FinishedResponses(partial, "key"):
+    with pytest.raises(KeyboardInterrupt), PartialResults(partial, "key"):
         pass
     assert partial.read_bytes() == before
 

@@ -5,7 +5,8 @@ Each row is evaluated once without gradients; training steps need no reference m
 
 The cache key is a hash of everything they depend on: every token of the batches, weights and config of the reference,
 dtype and device, patches to the model's code, and versions. They are computed again if any of these has changed, or if
-the cached file is damaged. An entry is a folder of rows (``data/rows/store.py``) in the cache.
+the cached file is damaged. An entry is a folder of rows (``data/rows/store.py``) in the cache. Until it is complete,
+each rank appends the values of its batches to a file beside it, from which an interrupted pass continues.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import chain
@@ -32,9 +34,12 @@ from burnish.loop.protocols import Parallel
 from burnish.loop.types import Batch, Row
 from burnish.losses.reference import DisabledAdapter
 from burnish.losses.responses import AnswersObjective
+from burnish.run.partial_results import PartialResults
 from burnish.utils.files import cache_home
 from burnish.utils.patching import patch_summary
 from burnish.utils.work import progress, track
+
+_PARTIAL = ".partial.jsonl"
 
 
 class RowsWithReference(RowsOver):
@@ -71,22 +76,41 @@ class RowsWithReference(RowsOver):
     def _parts(self, size: int) -> list[range]:
         return [range(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
-    def fill(self, objective: AnswersObjective, module: nn.Module, parallel: Parallel, size: int) -> None:
-        """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks."""
+    def fill(
+        self, objective: AnswersObjective, module: nn.Module, parallel: Parallel, size: int, finished: PartialResults
+    ) -> None:  # fmt: skip
+        """Evaluate the reference on all rows, in batches of ``size`` that are distributed over the ranks.
+
+        Args:
+            objective: objective whose reference is evaluated.
+            module: the policy, as prepared by the backend.
+            parallel: processes and devices of the run.
+            size: rows per batch.
+            finished: values of batches that this rank has evaluated earlier; those of further batches are added.
+        """
         parts = self._parts(size)
-        mine, found = parts[parallel.rank :: parallel.world_size], []
-        with progress("Reference", len(self)) as advance:
-            for at in range(-(-len(parts) // parallel.world_size)):
-                part = mine[at] if at < len(mine) else parts[0]  # equal count on all ranks: each may hold a shard
+        known = set(chain.from_iterable(parallel.gather_objects(list(finished.results))))
+        missing = [number for number in range(len(parts)) if number not in known]
+        mine = missing[parallel.rank :: parallel.world_size]
+        with progress("Reference", sum(len(parts[number]) for number in missing)) as advance:
+            for at in range(-(-len(missing) // parallel.world_size)):
+                number = mine[at] if at < len(mine) else missing[0]  # equal count on all ranks: each may hold a shard
+                part = parts[number]
                 rows = {n: row for n, row in zip(part, self.rows.__getitems__(part), strict=True) if row is not None}
                 columns = objective.reference_columns(module, list(rows.values()), parallel) if rows else {}
-                found += [(list(rows), columns)] if at < len(mine) and rows else []
+                if at < len(mine):
+                    finished.add(number, {"rows": list(rows), "columns": columns})
                 advance(len(part) * parallel.world_size)
-        for there, columns in chain.from_iterable(parallel.gather_objects(found)):
-            for name, values in columns.items():
-                column = self.columns.setdefault(name, array("d", [float("nan")] * len(self)))
-                for number, value in zip(there, values, strict=True):
-                    column[number] = value
+        for results in parallel.gather_objects(finished.results):
+            for result in results.values():
+                self._add(result["rows"], result["columns"])
+
+    def _add(self, rows: Sequence[int], columns: Mapping[str, Sequence[float]]) -> None:
+        """Add the values of some rows, by column."""
+        for name, values in columns.items():
+            column = self.columns.setdefault(name, array("d", [float("nan")] * len(self)))
+            for number, value in zip(rows, values, strict=True):
+                column[number] = value
 
 
 def fill(
@@ -112,8 +136,25 @@ def fill(
     if all(parallel.gather_objects(cached is not None)):
         rows.restore(cached or [])
         return [f"Reference log-probabilities of {len(rows):,} examples were loaded from the cache: {folder}."]
-    rows.fill(objective, module, parallel, size)
-    return [] if parallel.rank else _write_cache(rows, folder)
+    with suppress(UserError):
+        create_row_folder(folder.parent)
+    if ignores_cache:
+        _remove_partial_results(folder)
+        parallel.barrier()
+    partial = folder.with_name(f".{folder.name}.{parallel.rank}{_PARTIAL}")
+    with PartialResults(partial, folder.name, is_optional=True) as finished:
+        rows.fill(objective, module, parallel, size, finished)
+    notes = [] if parallel.rank else _write_cache(rows, folder)
+    parallel.barrier()
+    _remove_partial_results(folder)
+    return notes
+
+
+def _remove_partial_results(folder: Path) -> None:
+    """Remove the files of all ranks with values of an entry that is not complete."""
+    with suppress(OSError):
+        for path in folder.parent.glob(f".{folder.name}.*{_PARTIAL}"):
+            path.unlink(missing_ok=True)
 
 
 def _read_cache(folder: Path) -> list[Row] | None:

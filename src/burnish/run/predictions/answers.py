@@ -7,8 +7,9 @@ continues with the missing responses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from burnish.models.generate import generate
 from burnish.models.images.masks import BIDIRECTIONAL
 from burnish.models.load import context_length
 from burnish.models.patches.packed import packing
+from burnish.run.partial_results import PartialResults
 from burnish.run.plan.options import RunOptions
-from burnish.run.predictions.partial import FinishedResponses, key_of
 from burnish.run.predictions.questions import Question
 from burnish.utils.work import progress
 
@@ -81,15 +82,41 @@ def answer_all(
     requests = [_request(at, question, config, options) for at, question in enumerate(questions)]
     own = range(run.parallel.rank, len(requests), run.parallel.world_size)
     images = [list(question.images) for question in questions if question.images]
-    key = key_of(model, requests, images)
-    with FinishedResponses(partial, key) as finished, run.parallel.generating(run.model):
-        missing = [at for at in own if at not in finished.responses and fits_context(run, questions[at], config)]
+    with PartialResults(partial, key_of(model, requests, images)) as finished, run.parallel.generating(run.model):
+        missing = [at for at in own if at not in finished.results and fits_context(run, questions[at], config)]
         is_prefix = BIDIRECTIONAL.get(bare_model(run).config.model_type) == "prefix"  # prompts of text need it, too
         _generate(run, missing, requests, questions, options, finished, family if has_images or is_prefix else None)
     if likelihoods is not None and options.samples > 1:
-        for of_rank in run.parallel.gather_objects(finished.log_probabilities):
+        found = {at: result["logprob"] for at, result in finished.results.items() if "logprob" in result}
+        for of_rank in run.parallel.gather_objects(found):
             likelihoods |= of_rank
-    return _of_all_ranks(run, {at: finished.responses.get(at, []) for at in own}, len(questions))
+    answers = {at: finished.results[at]["ids"] if at in finished.results else [] for at in own}
+    return _of_all_ranks(run, answers, len(questions))
+
+
+def key_of(model: str, requests: Iterable[GenerationRequest], images: Sequence[Any]) -> str:
+    """Return a hash of everything that responses depend on: model, prompts, sampling and images.
+
+    Args:
+        model: text that differs for different weights.
+        requests: the request of each question.
+        images: images of the questions.
+    """
+    hashed = sha256(f"{model}{images or ''}".encode())
+    for request in requests:
+        hashed.update(
+            repr(
+                (
+                    request.ids,
+                    request.max_new_tokens,
+                    request.min_new_tokens,
+                    request.sampling,
+                    sorted(request.stop_ids),
+                    request.top_logprobs,
+                )
+            ).encode()
+        )
+    return hashed.hexdigest()
 
 
 def fits_context(run: Loop, question: Question, config: Any) -> bool:
@@ -105,7 +132,7 @@ def _limit(question: Question, config: Any) -> int:
 
 def _generate(
     run: Loop, missing: Sequence[int], requests: Sequence[GenerationRequest], questions: Sequence[Question],
-    options: RunOptions, finished: FinishedResponses, family: Family | None,
+    options: RunOptions, finished: PartialResults, family: Family | None,
 ) -> None:  # fmt: skip
     """Generate the missing responses with the inference engine, and add each to ``finished``.
 
@@ -136,9 +163,8 @@ def _generate(
             nonlocal count
             advance(1)
             logprobs = response.logprobs
-            finished.add(
-                missing[number], response.ids, math.fsum(one.logprob for one in logprobs) if logprobs else None
-            )
+            likelihood = {"logprob": math.fsum(one.logprob for one in logprobs)} if logprobs else {}
+            finished.add(missing[number], {"ids": response.ids, **likelihood})
             logprobs.clear()  # of each token; only their sum is kept
             count += 1
             if count % slots == 0 or count == len(missing):

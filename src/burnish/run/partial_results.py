@@ -1,0 +1,62 @@
+"""Results of an interrupted pass over many items, so that the same command computes only the missing ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from burnish.report.results import write_text_atomically
+
+
+class PartialResults:
+    """Results by the index of their item, and a file of them, one line of JSON each after a line with the key.
+
+    The file is kept, so that results are not lost before the caller has written and removed them.
+
+    Args:
+        path: the file; None: the results are in memory only.
+        key: hash of what the results depend on. A file with another key is overwritten.
+        is_optional: continue in memory if the file cannot be written, instead of raising OSError.
+    """
+
+    def __init__(self, path: Path | None, key: str, is_optional: bool = False) -> None:
+        self.path, self.key = path, key
+        self.results: dict[int, Mapping[str, Any]] = {}
+        self._ignores_errors = suppress(OSError) if is_optional else nullcontext()
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> PartialResults:
+        if self.path is not None:
+            with self._ignores_errors:
+                self._read(self.path)
+                lines = [json.dumps({"of": self.key}), *map(self._line, self.results)]
+                write_text_atomically(self.path, "".join(line + "\n" for line in lines))
+                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file is not None:
+            with self._ignores_errors:
+                self._file.close()
+
+    def add(self, index: int, result: Mapping[str, Any]) -> None:
+        """Add the result of an item: JSON data without the key "index"."""
+        self.results[index] = result
+        if self._file is not None:
+            with self._ignores_errors:
+                self._file.write(self._line(index) + "\n")
+                self._file.flush()
+
+    def _line(self, index: int) -> str:
+        return json.dumps({"index": index, **self.results[index]})
+
+    def _read(self, path: Path) -> None:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        if lines and lines[0] == json.dumps({"of": self.key}):
+            with suppress(ValueError):  # the last line may be incomplete
+                for line in lines[1:]:
+                    result = json.loads(line)
+                    self.results[result.pop("index")] = result
