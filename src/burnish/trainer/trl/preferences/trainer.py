@@ -28,6 +28,10 @@ from burnish.trainer.trl.preferences.scripted import get_batch_logps
 from burnish.trainer.trl.prepared import column_names
 
 
+def _loss_types(args: DPOConfig) -> list[str]:
+    return list(args.loss_type)
+
+
 class DPOTrainer(PreferenceTrainer):
     """Trains on pairs of chosen and rejected responses, compared with a reference (DPO and related losses)."""
 
@@ -43,7 +47,7 @@ class DPOTrainer(PreferenceTrainer):
     f_alpha_divergence_coef = argument()
     ld_alpha = argument()
     use_weighting = argument()
-    loss_types = argument(lambda args: list(args.loss_type))
+    loss_types = argument(_loss_types)
     loss_weights = argument()
     label_smoothing = argument()
 

@@ -18,6 +18,11 @@ from burnish.trainer.trl.preferences.scripted import OverridableTrainer
 from burnish.trainer.trl.rollouts.config import LIMIT_FIELDS, SETTABLE_FIELDS, UNUSED_TOKENS, RolloutConfig
 
 
+def _derived(read: Callable[[RolloutConfig], Any]) -> argument:
+    """Return an attribute that is computed from the arguments, whose names are type-checked."""
+    return argument(read)
+
+
 def _setting(name: str) -> Callable[[RolloutAttributes, Any], None]:
     """Return a function that changes a sampling option, from the next generation on."""
 
@@ -49,10 +54,10 @@ class RolloutAttributes(OverridableTrainer):
     _tokenizer: Any
 
     beta = argument(write=_set_beta)
-    chat_template_kwargs = argument(lambda args: args.chat_template_kwargs or {})
-    epsilon_high = argument(lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
-    epsilon_low = argument(lambda args: args.epsilon)
-    generation_kwargs = argument(lambda args: args.generation_kwargs or {})
+    chat_template_kwargs = _derived(lambda args: args.chat_template_kwargs or {})
+    epsilon_high = _derived(lambda args: args.epsilon if args.epsilon_high is None else args.epsilon_high)
+    epsilon_low = _derived(lambda args: args.epsilon)
+    generation_kwargs = _derived(lambda args: args.generation_kwargs or {})
     log_completions = argument()
     log_unique_prompts = argument()
     mask_truncated_completions = argument()
@@ -61,7 +66,7 @@ class RolloutAttributes(OverridableTrainer):
     min_p = argument(write=_setting("min_p"))
     num_completions_to_print = argument()
     num_generations = argument()
-    num_generations_eval = argument(lambda args: args.num_generations_eval or args.num_generations)
+    num_generations_eval = _derived(lambda args: args.num_generations_eval or args.num_generations)
     num_iterations = argument()
     pad_to_multiple_of = argument()
     repetition_penalty = argument(write=_setting("repetition_penalty"))
