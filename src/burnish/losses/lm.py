@@ -304,8 +304,9 @@ def head_for_loss(capabilities: Capabilities, options: LossChoices) -> tuple[Hea
             no gradient.
     """
     model = unwrap_peft(capabilities.model)
-    settings = options.gradient_checkpointing_kwargs if options.gradient_checkpointing else None
-    if aux_coefficient(model, options.router_aux_loss_coef) and (settings or {}).get("use_reentrant"):
+    has_router = bool(aux_coefficient(model, options.router_aux_loss_coef))
+    settings = options.gradient_checkpointing_kwargs if has_router and options.gradient_checkpointing else None
+    if (settings or {}).get("use_reentrant"):
         raise UserError(_ROUTER_WITHOUT_GRADIENT)
     if options.fused_loss is False or capabilities.head is not None:
         return (None if options.fused_loss is False else capabilities.head), []
