@@ -269,9 +269,7 @@ def test_ctrl_c_in_prediction_reports_saved_answers(tmp_path, capsys):
     (tmp_path / "generated_predictions.partial.jsonl").write_text("{}\n")
     status, text = explained_failure(capsys, KeyboardInterrupt(), tmp_path)
     assert status == 130
-    assert (
-        f"The responses so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
-    )
+    assert f"The results so far are in {tmp_path / 'generated_predictions.partial.jsonl'}; run the same command" in text
     assert "checkpoint" not in text
 
 

@@ -115,6 +115,17 @@ def test_records_that_cannot_be_scored_are_named_or_dropped(workspace: Path, cap
         Path("out").rmdir()
 
 
+def test_records_are_checked_before_weights_are_loaded(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    loaded = []
+    monkeypatch.setattr("burnish.inference.loading.merged_model", lambda *args: loaded.append(args))
+    write_lines("talks.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
+    assert main(["score", str(workspace / "adapter"), "dataset=talks.jsonl", "save_dir=out"]) == 2
+    assert "talks.jsonl, record 2 (line 2): " in read_output(capsys)[1]
+    assert not loaded
+
+
 def test_nothing_is_overwritten(workspace: Path, capsys: pytest.CaptureFixture) -> None:
     write_lines("talks.jsonl", [{"messages": TALK}])
     argv = ["score", str(workspace / "adapter"), "dataset=talks.jsonl", "save_dir=out"]
@@ -139,14 +150,56 @@ def test_sets_with_similar_names_have_separate_files(workspace: Path) -> None:
     assert sorted(path.name for path in Path("out").iterdir()) == ["scores_a%2Fb.jsonl", "scores_a_b.jsonl"]
 
 
-def test_interrupted_command_leaves_no_file(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
+def interrupt_after(count: int | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Interrupt the command after ``count`` forward passes. Returns a list of the numbers of texts of each."""
+    passes, scores = [], ScoreEngine.scores
 
-    write_lines("talks.jsonl", [{"messages": TALK}])
-    monkeypatch.setattr(ScoreEngine, "scores", interrupted)
-    assert main(["score", str(workspace / "adapter"), "dataset=talks.jsonl", "save_dir=out"]) == 130
-    assert not Path("out").exists()
+    def counted(self: ScoreEngine, texts: list, *args: object) -> list[float]:
+        if len(passes) == count:
+            raise KeyboardInterrupt
+        passes.append(len(texts))
+        return scores(self, texts, *args)
+
+    monkeypatch.setattr(ScoreEngine, "scores", counted)
+    return passes
+
+
+def test_interrupted_command_continues(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write_lines("pairs.jsonl", pairs(9))
+    argv = ["score", str(workspace / "adapter"), "dataset=pairs.jsonl", "batch_size=4"]
+    assert main([*argv, "save_dir=whole"]) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(2, patch)
+        assert main([*argv, "save_dir=out"]) == 130
+    (partial,) = Path("out").iterdir()
+    assert f"The results so far are in {partial}; run the same command again" in read_output(capsys)[1]
+    with partial.open("a") as file:
+        file.write('{"index": 3, "sco')  # incomplete: the process was killed while it was written
+    with monkeypatch.context() as patch:
+        passes = interrupt_after(None, patch)
+        assert main([*argv, "save_dir=out"]) == 0
+    assert passes == [4, 4, 2]
+    assert [path.name for path in Path("out").iterdir()] == ["scores_pairs.jsonl"]
+    assert lines("out/scores_pairs.jsonl") == lines("whole/scores_pairs.jsonl")
+
+
+@pytest.mark.parametrize("change", ["model", "data", "batch_size"])
+def test_scores_of_another_model_or_dataset_are_not_continued(
+    change: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines("pairs.jsonl", pairs(4))
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        assert main(["score", str(workspace / "adapter"), "dataset=pairs.jsonl", "save_dir=out", "batch_size=4"]) == 130
+    if change == "data":
+        write_lines("pairs.jsonl", pairs(5)[1:])
+    passes = interrupt_after(None, monkeypatch)
+    model, size = "classifier" if change == "model" else "adapter", 5 if change == "batch_size" else 4
+    argv = ["score", str(workspace / model), "dataset=pairs.jsonl", "save_dir=out", f"batch_size={size}"]
+    assert main(argv) == 0
+    assert sum(passes) == 8
 
 
 def test_configuration_of_four_lines(workspace: Path) -> None:

@@ -1,6 +1,7 @@
 """Load a model for inference: weights, adapters, tokenizer, and the template of its training.
 
-``load_for_inference`` returns a ``LoadedModel``, and ``engine_of`` an engine for it. ``merged_model`` returns the base
+``load_for_inference`` returns a ``LoadedModel``, and ``engine_of`` an engine for it. A command that checks its input
+before weights are read calls ``prepare_for_inference`` and ``load_weights`` instead. ``merged_model`` returns the base
 model with every adapter merged, which ``burnish export`` writes.
 
 ``adapter_name_or_path`` is a chain of adapters that are merged in order. ``served_adapters`` are not merged; each
@@ -10,8 +11,8 @@ together with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,7 @@ from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_templat
 from burnish.data.chat.rendering import UnreadableTemplate, start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
+from burnish.data.images.family import Family
 from burnish.data.images.options import limits_of
 from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
@@ -65,6 +67,41 @@ SLOTS_OF_CPU, MOST_SLOTS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
 
 
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A model before its weights are read: enough to tokenize what it will receive.
+
+    Args:
+        name: display name of the model.
+        options: inference options, with the recorded template.
+        config: config of the model.
+        tokenizer: its tokenizer.
+        template: its template.
+        context: maximum number of tokens of prompt and response together.
+        adapters: folders of its adapters, in order.
+        served: name -> folder of each adapter that is served in addition to the model.
+        family: family of a model that reads images.
+        head: head of a reward model.
+        notes: notes for the user.
+        template_notes: those notes that describe how prompts differ from the model's own chat template.
+        explicit: names of options that were set, even to their default value.
+    """
+
+    name: str
+    options: AnsweringOptions
+    config: Any
+    tokenizer: Any
+    template: Template
+    context: int
+    adapters: tuple[Path, ...]
+    served: Mapping[str, Path]
+    family: Family | None
+    head: RewardHead | None
+    notes: tuple[str, ...]
+    template_notes: tuple[str, ...]
+    explicit: Container[str]
+
+
 def load_for_inference(
     options: AnsweringOptions, name: str = "", on_note: Callable[[str], None] | None = None, may_score: bool = False,
     explicit: Container[str] = (),
@@ -80,6 +117,13 @@ def load_for_inference(
     Raises:
         UserError: if it cannot be loaded.
     """
+    return load_weights(prepare_for_inference(options, name, may_score, explicit), on_note)
+
+
+def prepare_for_inference(
+    options: AnsweringOptions, name: str = "", may_score: bool = False, explicit: Container[str] = ()
+) -> UnloadedModel:
+    """Read all of a model but its weights. Arguments and errors are those of ``load_for_inference``."""
     notes: list[str] = []
     adapters, config = adapter_folders(options), load_config(options, row_length(options), notes)
     tokenizer, options = tokenizer_of(options, adapters, notes)
@@ -97,16 +141,28 @@ def load_for_inference(
     notes += incomplete_chain_notes(adapters)
     served = served_folders(options)
     raise_if(problems_of_adapters(options, config, tokenizer, [*adapters, *served.values()]))
-    model = None if is_remote(options) else _model(options, config, tokenizer, adapters, notes, head is None)
+    last = str(adapters[-1] if adapters else options.model_name_or_path)
+    return UnloadedModel(
+        name or expand_user(last).resolve().name, options, config, tokenizer, template, context_of(options, config),
+        tuple(adapters), served, family, head, tuple(notes), tuple(differs), explicit,
+    )  # fmt: skip
+
+
+def load_weights(unloaded: UnloadedModel, on_note: Callable[[str], None] | None = None) -> LoadedModel:
+    """Load the weights of a model. Arguments and errors are those of ``load_for_inference``."""
+    options, tokenizer, template = unloaded.options, unloaded.tokenizer, unloaded.template
+    family, served, notes = unloaded.family, unloaded.served, [*unloaded.notes]
+    model = None
+    if not is_remote(options):
+        model = _model(options, unloaded.config, tokenizer, unloaded.adapters, notes, unloaded.head is None)
     adapter_context = load_side_by_side(model, served) if model is not None and served else None
     for sentence in notes:
         (on_note or (lambda text: None))(sentence)
-    last = str(adapters[-1] if adapters else options.model_name_or_path)
     return LoadedModel(
-        name or expand_user(last).resolve().name, options, model, tokenizer, template, form_of(template),
-        tuple(template.stop_token_ids()), default_sampling(options, model, explicit),
+        unloaded.name, options, model, tokenizer, template, form_of(template), tuple(template.stop_token_ids()),
+        default_sampling(options, model, unloaded.explicit),
         options.max_new_tokens if options.max_new_tokens > 0 else options.max_length,
-        context_of(options, config), tuple(served), adapter_context, tuple(notes), head, tuple(differs),
+        unloaded.context, tuple(served), adapter_context, tuple(notes), unloaded.head, unloaded.template_notes,
         None if model is None or family is None else ImageReader(model, family, limits_of(options)),
     )  # fmt: skip
 

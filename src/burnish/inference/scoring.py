@@ -6,7 +6,7 @@ A reward model generates no text: its engine rejects generation requests and onl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,12 @@ class ScoreEngine:
         self._tokens = 0
         self._lock = threading.Lock()
 
-    def scores(
-        self, texts: Sequence[Sequence[int]], batch_size: int = BATCH_SIZE,
-        advance: Callable[[int], None] = lambda count: None,
-    ) -> list[float]:  # fmt: skip
+    def scores(self, texts: Sequence[Sequence[int]], batch_size: int = BATCH_SIZE) -> list[float]:
         """Return the score of each text, in order. Texts of similar length are batched.
 
         Args:
             texts: token ids; each text has at least one and at most ``context``.
             batch_size: number of texts per forward pass.
-            advance: called with the number of texts of each pass.
         """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found = [0.0] * len(texts)
@@ -55,7 +51,6 @@ class ScoreEngine:
                 chosen = order[start : start + batch_size]
                 for index, score in zip(chosen, self._of([texts[i] for i in chosen]).tolist(), strict=True):
                     found[index] = score
-                advance(len(chosen))
             self._tokens += sum(map(len, texts))
         return found
 

@@ -10,11 +10,19 @@ from typing import IO, Any
 
 from burnish.report.results import write_text_atomically
 
+_NAME = "burnish_partial_results"
+
+
+def partial_results_of(error: BaseException) -> Path | None:
+    """Return the file with the results of the pass that ``error`` interrupted; None if there is none."""
+    return getattr(error, _NAME, None)
+
 
 class PartialResults:
     """Results by the index of their item, and a file of them, one line of JSON each after a line with the key.
 
-    The file is kept, so that results are not lost before the caller has written and removed them.
+    The file is kept, so that results are not lost before the caller has written and removed them. An exception that
+    leaves the block gets its path as an attribute.
 
     Args:
         path: the file; None: the results are in memory only.
@@ -37,7 +45,9 @@ class PartialResults:
                 self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._file is not None and self.results:
+            setattr(error, _NAME, self.path)
         if self._file is not None:
             with self._ignores_errors:
                 self._file.close()

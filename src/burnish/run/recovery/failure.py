@@ -28,6 +28,7 @@ from burnish.config.secrets import without_secrets
 from burnish.report import console
 from burnish.report.metadata import is_of_this_process, write_failure
 from burnish.report.streams import OutputError, redirect_to_null, say
+from burnish.run.partial_results import partial_results_of
 from burnish.utils.activity import Activity, interrupted_activity
 from burnish.utils.environment import count_in
 from burnish.utils.files import error_number
@@ -50,7 +51,7 @@ def explain_failure(error: BaseException, output_dir: str | None, debug: bool = 
     if debug:
         say("".join(traceback.format_exception(error)), sys.stderr)
     if isinstance(error, KeyboardInterrupt):
-        return _report_interruption(output_dir)
+        return _report_interruption(error, output_dir)
     if isinstance(error, BrokenPipeError):
         redirect_to_null(sys.stdout)
         return 128 + signal.SIGPIPE  # for example, burnish explain | head: the reader is gone, no message is needed
@@ -284,14 +285,12 @@ def _size(count: int) -> str:
 # --- signals and unexpected errors ------------------------------------------------------------------------------------
 
 
-def _report_interruption(output_dir: str | None) -> int:
-    partial_files = sorted(Path(output_dir).glob("*.partial.jsonl")) if output_dir is not None else []
-    answers = (
-        f"The responses so far are in {partial_files[0]}; run the same command again to resume."
-        if partial_files
-        else ""
-    )
-    console.warn(f"Stopped by Ctrl-C. {answers or newest_checkpoint_message(output_dir)}".strip())
+def _report_interruption(error: BaseException, output_dir: str | None) -> int:
+    path = partial_results_of(error)
+    if path is None and output_dir is not None:  # after the pass, while its results are written
+        path = next(iter(sorted(Path(output_dir).glob("*.partial.jsonl"))), None)
+    results = "" if path is None else f"The results so far are in {path}; run the same command again to resume."
+    console.warn(f"Stopped by Ctrl-C. {results or newest_checkpoint_message(output_dir)}".strip())
     return 128 + signal.SIGINT
 
 

@@ -2,7 +2,7 @@
 
 Each record is a line of ``scores_<dataset>.jsonl``, in order: its fields and ``score``, or ``score_chosen`` and
 ``score_rejected`` for a pair. Conversations have the tokens of training, without truncation. Plain texts are tokenized
-as they are. A file is written when all of its scores are known.
+as they are. A file is written when all of its scores are known; an interrupted command continues from a hidden file.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+import burnish
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import build, option, raise_if
 from burnish.data.images.sources import MediaReader
@@ -23,19 +26,23 @@ from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, Re
 from burnish.data.sets.sources import DataOptions, load_datasets
 from burnish.data.stats import DataStats, drop_reason
 from burnish.inference.loaded_model import LoadedModel
-from burnish.inference.loading import engine_of, load_for_inference, reward_head
+from burnish.inference.loading import UnloadedModel, engine_of, load_weights, prepare_for_inference, reward_head
 from burnish.inference.options import is_remote
 from burnish.inference.scoring import BATCH_SIZE, ScoreEngine
 from burnish.loop.types import Example
+from burnish.models.fingerprint import adapters_fingerprint, base_fingerprint, config_fingerprint
 from burnish.models.load import context_length
 from burnish.models.reward_files import not_a_reward_model
 from burnish.models.source import adapter_folders
 from burnish.report.console import note
 from burnish.report.pace import format_count
 from burnish.report.results import write_text_atomically
+from burnish.run.partial_results import PartialResults
 from burnish.run.plan.config_files import COMMAND_LINE
 from burnish.run.plan.files import ANY_RECORDS
+from burnish.run.plan.options import RunOptions
 from burnish.run.plan.plan import locate_problems
+from burnish.run.recovery.fingerprints import LIBRARIES, values_of
 from burnish.serve.command_line import Serving, paths_of, serving_of
 from burnish.serve.eval.dataset import FREE_SOME_SPACE, default_results_folder, separate_output_dir
 from burnish.utils.files import as_file_name, problems_of_folder, report_full_disk
@@ -88,14 +95,18 @@ def score_sets(argv: Sequence[str]) -> int:
         sets = _load_sets(serving, stats)
         files = {name: folder / f"{_FOLDER}_{as_file_name(name)}.jsonl" for name in sets}
         raise_if(_collisions(sets, files, options, serving))
-        loaded = load_for_inference(serving.options, serving.name, note, may_score=True, explicit=serving.provenance)
-        scored = {files[name]: _encode(examples, loaded, serving.options, stats) for name, examples in sets.items()}
+        model = prepare_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
+        scored = {files[name]: _encode(examples, model, serving.options, stats) for name, examples in sets.items()}
         for sentence in stats.sentences():
             note(sentence)
+        loaded = load_weights(model, note)
         for path, (examples, rows) in scored.items():
-            scores = _scores(loaded, rows, options.batch_size)
+            partial = path.with_name(f".{path.stem}.partial.jsonl")  # not the name of another dataset's file
             with report_full_disk(folder, FREE_SOME_SPACE):
+                folder.mkdir(parents=True, exist_ok=True)
+                scores = _scores(loaded, rows, options.batch_size, partial)
                 note(_write(path, examples, scores, options.score_name))
+                partial.unlink(missing_ok=True)
     return 0
 
 
@@ -165,13 +176,13 @@ def _names(example: Example, name: str) -> list[str]:
 
 
 def _encode(
-    examples: Sequence[Example], loaded: LoadedModel, options: DataOptions, stats: DataStats
+    examples: Sequence[Example], model: UnloadedModel, options: DataOptions, stats: DataStats
 ) -> tuple[list[Example], list[Sequence[int]]]:
     """Return the examples that can be scored, and the token ids of their responses: two of a pair, otherwise one.
 
     Args:
         examples: the records of a dataset.
-        loaded: the reward model.
+        model: the reward model.
         options: data options.
         stats: statistics that dropped records are added to.
 
@@ -185,7 +196,7 @@ def _encode(
     with progress("Tokenizing", len(examples), "records") as advance:
         for start in range(0, len(examples), size):
             part = examples[start : start + size]
-            for example, found in zip(part, _token_ids(part, loaded, stats), strict=True):
+            for example, found in zip(part, _token_ids(part, model, stats), strict=True):
                 if isinstance(found, BadRecord):
                     bad.append((Record(example.extra, example.source, example.number, _LAYOUT), found))
                     stats.add(drop_reason(found.reason), example)
@@ -199,14 +210,14 @@ def _encode(
 
 
 def _token_ids(
-    examples: Sequence[Example], loaded: LoadedModel, stats: DataStats
+    examples: Sequence[Example], model: UnloadedModel, stats: DataStats
 ) -> Iterator[list[Sequence[int]] | BadRecord]:
     """Yield the token ids of the responses of each example, or why it cannot be scored."""
     sequences = [
         [example] if example.chosen is None else [example.with_answer(side) for side in _SIDES] for example in examples
     ]
     encoding = DataStats()
-    encoded = iter(loaded.template.encode_answers([e for some in sequences for e in some if _is_encoded(e)], encoding))
+    encoded = iter(model.template.encode_answers([e for some in sequences for e in some if _is_encoded(e)], encoding))
     dropped: dict[tuple[str, int], str] = {}
     for reason, places in encoding.records.items():
         if reason.kind == "dropped":
@@ -214,8 +225,8 @@ def _token_ids(
         else:
             stats.records[reason].extend(dict.fromkeys(places))  # once for both responses of a pair
     for example, some in zip(examples, sequences, strict=True):
-        rows = [next(encoded) if _is_encoded(one) else _text_ids(one, loaded.tokenizer) for one in some]
-        yield _checked(rows, dropped.get((example.source, example.number), _NO_RESPONSE), loaded)
+        rows = [next(encoded) if _is_encoded(one) else _text_ids(one, model.tokenizer) for one in some]
+        yield _checked(rows, dropped.get((example.source, example.number), _NO_RESPONSE), model)
 
 
 def _is_encoded(example: Example) -> bool:
@@ -228,7 +239,9 @@ def _text_ids(example: Example, tokenizer: Any) -> Any:
     return None if example.text is None else tokenizer(example.text, add_special_tokens=False)["input_ids"]
 
 
-def _checked(rows: Sequence[Sequence[int] | None], reason: str, loaded: LoadedModel) -> list[Sequence[int]] | BadRecord:
+def _checked(
+    rows: Sequence[Sequence[int] | None], reason: str, model: UnloadedModel
+) -> list[Sequence[int]] | BadRecord:
     """Return the rows of a record, or the error if one is missing for ``reason``, empty, or exceeds the context."""
     found = [row for row in rows if row is not None]
     if len(found) < len(rows):
@@ -237,29 +250,64 @@ def _checked(rows: Sequence[Sequence[int] | None], reason: str, loaded: LoadedMo
     if not all(found):
         why = "the text is empty"
         return BadRecord(f"{why}.", reason=why)
-    if (longest := max(map(len, found))) > loaded.context:
-        why, model = "the record is longer than the context", cast(Any, loaded.model)
+    if (longest := max(map(len, found))) > model.context:
+        why = "the record is longer than the context"
         more = (
             f"Set infer_context to {longest} or more." if longest <= (context_length(model.config) or longest) else ""
         )
-        return BadRecord(f"{why}: {longest:,} of at most {loaded.context:,} tokens.", more, reason=why, kind=why)
+        return BadRecord(f"{why}: {longest:,} of at most {model.context:,} tokens.", more, reason=why, kind=why)
     return found
 
 
-def _scores(loaded: LoadedModel, rows: Sequence[Sequence[int]], batch_size: int) -> list[float]:
+def _scores(loaded: LoadedModel, rows: Sequence[Sequence[int]], batch_size: int, partial: Path) -> list[float]:
     """Return the score of each row.
+
+    Args:
+        loaded: the reward model.
+        rows: token ids of the responses.
+        batch_size: number of rows per forward pass. Rows of similar length are batched.
+        partial: file to which the scores of each batch are appended, so that the same command can continue. The caller
+            removes it.
 
     Raises:
         UserError: if a score is not finite.
     """
     engine = engine_of(loaded)
     assert isinstance(engine, ScoreEngine)
-    with progress("Scoring", len(rows), "responses") as advance:
-        scores = engine.scores(rows, batch_size, advance)
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    with PartialResults(partial, _key(loaded, rows, batch_size)) as finished:
+        missing = [at for at in range(len(batches)) if at not in finished.results]
+        with progress("Scoring", sum(len(batches[at]) for at in missing), "responses") as advance:
+            for at in missing:
+                finished.add(at, {"scores": engine.scores([rows[index] for index in batches[at]], batch_size)})
+                advance(len(batches[at]))
+    found = {
+        index: score
+        for at, batch in enumerate(batches)
+        for index, score in zip(batch, finished.results[at]["scores"], strict=True)
+    }
+    scores = [found[index] for index in range(len(rows))]
     if wrong := [score for score in scores if not math.isfinite(score)]:
         what = f"{len(wrong)} of {format_count(len(scores), 'score')} are not finite, such as {wrong[0]}."
         raise UserError(what, remedy="Set infer_dtype: float32.", option="infer_dtype")
     return scores
+
+
+def _key(loaded: LoadedModel, rows: Sequence[Sequence[int]], batch_size: int) -> str:
+    """Return a hash of everything that scores depend on: model, dtype, device, versions and tokens."""
+    options, weight = cast(RunOptions, loaded.options), next(cast(Any, loaded.model).parameters())
+    facts = {
+        **values_of(options), "base_model": base_fingerprint(options, options.seed),
+        "config": config_fingerprint(options), "batch_size": batch_size,
+        "adapters": adapters_fingerprint(options.adapter_name_or_path, options, "adapter_name_or_path"),
+        "format": [str(weight.dtype), weight.device.type],
+        "versions": [burnish.__version__, *map(version, LIBRARIES)],
+    }  # fmt: skip
+    hashed = sha256(json.dumps(facts, sort_keys=True).encode())
+    for row in rows:
+        hashed.update(repr([*row]).encode())
+    return hashed.hexdigest()
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -275,7 +323,6 @@ def _write(path: Path, examples: Sequence[Example], scores: Sequence[float], nam
         if example.chosen is not None:
             chosen, rejected = own.values()
             margins.append(chosen - rejected)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, "".join(lines))
     found = f"mean {statistics.fmean(scores):.4f}"
     if margins:
