@@ -438,6 +438,7 @@ EXCEPTIONS = {
     "run/loop.py": "a schedule continues with another learning rate",
     "rollouts/rewards/functions.py": "the module of a reward file, under a name that only it has",
     "utils/activity.py": "an exception carries the activity that it interrupted",
+    "run/partial_results.py": "an exception carries the file of the results of the pass that it interrupted",
 }
 """Files that set attributes of other objects, and why that is not a patch."""
 

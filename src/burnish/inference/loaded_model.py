@@ -1,11 +1,11 @@
-"""A loaded model with tokenizer, template and settings, and the adapters that it serves.
+"""A model before and after loading, with tokenizer, template and settings, and the adapters that it serves.
 
 Served adapters are not merged: each row of a batch selects one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from burnish.adapters.lora_model import reason_against_rows, rows_through, set_a
 from burnish.config.errors import Problem, UserError
 from burnish.config.options import raise_if
 from burnish.data.chat.rows import Template
+from burnish.data.images.family import Family
 from burnish.inference.images.reading import ImageReader
 from burnish.inference.replies.reply_forms import ReplyForm
 from burnish.inference.slots import AdapterContext
@@ -30,6 +31,41 @@ from burnish.utils.json_files import read_object
 
 if TYPE_CHECKING:
     from burnish.inference.options import AnsweringOptions
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A model before its weights are read: enough to tokenize what it will receive.
+
+    Args:
+        name: display name of the model.
+        options: inference options, with the recorded template.
+        config: config of the model.
+        tokenizer: its tokenizer.
+        template: its template.
+        context: maximum number of tokens of prompt and response together.
+        adapters: folders of its adapters, in order.
+        served: name -> folder of each adapter that is served in addition to the model.
+        family: family of a model that reads images.
+        head: head of a reward model.
+        notes: notes for the user.
+        template_notes: those notes that describe how prompts differ from the model's own chat template.
+        explicit: names of options that were set, even to their default value.
+    """
+
+    name: str
+    options: AnsweringOptions
+    config: Any
+    tokenizer: Any
+    template: Template
+    context: int
+    adapters: tuple[Path, ...]
+    served: Mapping[str, Path]
+    family: Family | None
+    head: RewardHead | None
+    notes: tuple[str, ...]
+    template_notes: tuple[str, ...]
+    explicit: Container[str]
 
 
 @dataclass(frozen=True)

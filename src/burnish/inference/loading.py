@@ -11,8 +11,8 @@ together with others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,13 +31,12 @@ from burnish.data.chat.choose import RECORDED, configure_tokenizer, load_templat
 from burnish.data.chat.rendering import UnreadableTemplate, start_rendering
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
-from burnish.data.images.family import Family
 from burnish.data.images.options import limits_of
 from burnish.data.stats import DataStats
 from burnish.inference.engine import LocalEngine
 from burnish.inference.images.family import load_family
 from burnish.inference.images.reading import ImageReader
-from burnish.inference.loaded_model import LoadedModel, load_side_by_side, served_folders
+from burnish.inference.loaded_model import LoadedModel, UnloadedModel, load_side_by_side, served_folders
 from burnish.inference.options import is_remote
 from burnish.inference.replies.reply_forms import form_of
 from burnish.inference.scoring import NO_ANSWERS, ScoreEngine
@@ -65,41 +64,6 @@ UNLIMITED_CONTEXT = 1 << 20
 """Effectively no limit: a template that only renders prompts does not truncate."""
 SLOTS_OF_CPU, MOST_SLOTS, MOST_CONTEXT = 8, 64, 8192
 _SHARE_OF_FREE = 0.9
-
-
-@dataclass(frozen=True)
-class UnloadedModel:
-    """A model before its weights are read: enough to tokenize what it will receive.
-
-    Args:
-        name: display name of the model.
-        options: inference options, with the recorded template.
-        config: config of the model.
-        tokenizer: its tokenizer.
-        template: its template.
-        context: maximum number of tokens of prompt and response together.
-        adapters: folders of its adapters, in order.
-        served: name -> folder of each adapter that is served in addition to the model.
-        family: family of a model that reads images.
-        head: head of a reward model.
-        notes: notes for the user.
-        template_notes: those notes that describe how prompts differ from the model's own chat template.
-        explicit: names of options that were set, even to their default value.
-    """
-
-    name: str
-    options: AnsweringOptions
-    config: Any
-    tokenizer: Any
-    template: Template
-    context: int
-    adapters: tuple[Path, ...]
-    served: Mapping[str, Path]
-    family: Family | None
-    head: RewardHead | None
-    notes: tuple[str, ...]
-    template_notes: tuple[str, ...]
-    explicit: Container[str]
 
 
 def load_for_inference(

@@ -25,8 +25,8 @@ from burnish.data.sets.formats import BadRecords, bad_records
 from burnish.data.sets.records import ALL_COLUMNS, BadRecord, Layout, Record, RecordNeeds
 from burnish.data.sets.sources import DataOptions, load_datasets
 from burnish.data.stats import DataStats, drop_reason
-from burnish.inference.loaded_model import LoadedModel
-from burnish.inference.loading import UnloadedModel, engine_of, load_weights, prepare_for_inference, reward_head
+from burnish.inference.loaded_model import LoadedModel, UnloadedModel
+from burnish.inference.loading import engine_of, load_weights, prepare_for_inference, reward_head
 from burnish.inference.options import is_remote
 from burnish.inference.scoring import BATCH_SIZE, ScoreEngine
 from burnish.loop.types import Example
