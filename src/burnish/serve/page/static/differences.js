@@ -1,7 +1,7 @@
 // @ts-check
 // Tables of compared runs: their metrics and options.
 import { numbers } from "./curves.js";
-import { el, figure } from "./dom.js";
+import { el, figure, tableOf } from "./dom.js";
 import { optionsOf, short, shortOption } from "./format.js";
 import { language, t } from "./words.js";
 
@@ -27,23 +27,11 @@ export function metricsTable(heads, runs) {
     );
   };
   const columns = names.map((name) => el("th", { scope: "col", class: name === "state" ? null : "number" }, t(name)));
-  return el(
-    "table",
+  return tableOf(
+    [el("th", { scope: "col" }, t("name")), ...columns],
+    runs.map((run, place) => [el("th", { scope: "row" }, heads[place]), ...names.map((name) => cell(run, name))]),
     {},
     el("caption", { class: "hidden" }, t("final_metrics")),
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, t("name")), columns)),
-    el(
-      "tbody",
-      {},
-      runs.map((run, place) =>
-        el(
-          "tr",
-          {},
-          el("th", { scope: "row" }, heads[place]),
-          names.map((name) => cell(run, name)),
-        ),
-      ),
-    ),
   );
 }
 
@@ -67,30 +55,8 @@ export function optionsTable(heads, yaml, onlyDifferent) {
       { class: name in one && differs ? null : "default", title: one[name] },
       name in one && differs ? el("b", {}, shortOption(one[name])) : shortOption(one[name] ?? t("default")),
     );
-  return el(
-    "table",
-    {},
-    el(
-      "thead",
-      {},
-      el(
-        "tr",
-        {},
-        el("th", { scope: "col" }, t("tab_options")),
-        heads.map((head) => el("th", { scope: "col" }, head)),
-      ),
-    ),
-    el(
-      "tbody",
-      {},
-      shown.map((one) =>
-        el(
-          "tr",
-          {},
-          el("th", { scope: "row", class: "mono" }, one.name),
-          all.map((run) => cell(run, one)),
-        ),
-      ),
-    ),
+  return tableOf(
+    [t("tab_options"), ...heads].map((head) => el("th", { scope: "col" }, head)),
+    shown.map((one) => [el("th", { scope: "row", class: "mono" }, one.name), ...all.map((run) => cell(run, one))]),
   );
 }

@@ -19,6 +19,14 @@ export function el(tag, attributes = {}, ...children) {
   node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 }
+/**
+ * Create a table from the cells of its head, and of each row.
+ * @param {any[]} head @param {any[][]} rows @param {Record<string, any>} [attributes] @param {any} [caption]
+ */
+export const tableOf = (head, rows, attributes = {}, caption = null) => {
+  const body = rows.map((cells) => el("tr", {}, cells));
+  return el("table", attributes, caption, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+};
 /** Create an SVG element. @param {string} tag @param {Record<string, any>} attributes @param {any[]} children */
 export function svg(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);

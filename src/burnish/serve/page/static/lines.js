@@ -1,7 +1,7 @@
 // @ts-check
 // Drawing helpers of charts: theme colors, lines of a curve, and a table of the same values.
 import { numbers, smoothed, tokenRates } from "./curves.js";
-import { $, el, figure, setFigure } from "./dom.js";
+import { $, el, figure, setFigure, tableOf } from "./dom.js";
 import { bytes, duration, short } from "./format.js";
 import { fullNameOf, hasOtherMetrics } from "./metrics.js";
 import { language, loadRunWords, t } from "./words.js";
@@ -59,28 +59,10 @@ export function table(columns) {
       : name === "time" && value
         ? duration(value - columns.time.find(Boolean))
         : figure(value);
-  return el(
-    "table",
-    {},
-    el(
-      "thead",
-      {},
-      el(
-        "tr",
-        {},
-        names.map((name) => el("th", { scope: "col", class: "number" }, fullNameOf(name, t))),
-      ),
-    ),
-    el(
-      "tbody",
-      {},
-      body.map((/** @type {number} */ place) =>
-        el(
-          "tr",
-          {},
-          names.map((name) => el("td", { class: "number" }, cell(name, columns[name][place]))),
-        ),
-      ),
+  return tableOf(
+    names.map((name) => el("th", { scope: "col", class: "number" }, fullNameOf(name, t))),
+    body.map((/** @type {number} */ place) =>
+      names.map((name) => el("td", { class: "number" }, cell(name, columns[name][place]))),
     ),
   );
 }

@@ -1,6 +1,6 @@
 // @ts-check
 // Pickers for models and datasets: local files, hub search, upload, and a preview of the first rows.
-import { $, $$, el, icon, tabs } from "./dom.js";
+import { $, $$, el, icon, tableOf, tabs } from "./dom.js";
 import { bytes, short, visible } from "./format.js";
 import { Failed, api, get } from "./net.js";
 import { language, t } from "./words.js";
@@ -13,29 +13,12 @@ export function preview({ columns }) {
   return el(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": t("first_rows") },
-    el(
-      "table",
+    tableOf(
+      columns.map((/** @type {any[]} */ [name]) => el("th", { scope: "col" }, visible(name))),
+      Array.from({ length: count }, (_, row) =>
+        columns.map((/** @type {any[]} */ [, values]) => el("td", {}, visible(String(values[row] ?? "")))),
+      ),
       { class: "preview" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          columns.map((/** @type {any[]} */ [name]) => el("th", { scope: "col" }, visible(name))),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        Array.from({ length: count }, (_, row) =>
-          el(
-            "tr",
-            {},
-            columns.map((/** @type {any[]} */ [, values]) => el("td", {}, visible(String(values[row] ?? "")))),
-          ),
-        ),
-      ),
     ),
   );
 }
