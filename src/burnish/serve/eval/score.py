@@ -95,11 +95,11 @@ def score_sets(argv: Sequence[str]) -> int:
         sets = _load_sets(serving, stats)
         files = {name: folder / f"{_FOLDER}_{as_file_name(name)}.jsonl" for name in sets}
         raise_if(_collisions(sets, files, options, serving))
-        model = prepare_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
-        scored = {files[name]: _encode(examples, model, serving.options, stats) for name, examples in sets.items()}
+        unloaded = prepare_for_inference(serving.options, serving.name, may_score=True, explicit=serving.provenance)
+        scored = {files[name]: _encode(examples, unloaded, serving.options, stats) for name, examples in sets.items()}
         for sentence in stats.sentences():
             note(sentence)
-        loaded = load_weights(model, note)
+        loaded = load_weights(unloaded, note)
         for path, (examples, rows) in scored.items():
             partial = path.with_name(f".{path.stem}.partial.jsonl")  # not the name of another dataset's file
             with report_full_disk(folder, FREE_SOME_SPACE):
@@ -176,13 +176,13 @@ def _names(example: Example, name: str) -> list[str]:
 
 
 def _encode(
-    examples: Sequence[Example], model: UnloadedModel, options: DataOptions, stats: DataStats
+    examples: Sequence[Example], unloaded: UnloadedModel, options: DataOptions, stats: DataStats
 ) -> tuple[list[Example], list[Sequence[int]]]:
     """Return the examples that can be scored, and the token ids of their responses: two of a pair, otherwise one.
 
     Args:
         examples: the records of a dataset.
-        model: the reward model.
+        unloaded: the reward model without its weights.
         options: data options.
         stats: statistics that dropped records are added to.
 
@@ -196,7 +196,7 @@ def _encode(
     with progress("Tokenizing", len(examples), "records") as advance:
         for start in range(0, len(examples), size):
             part = examples[start : start + size]
-            for example, found in zip(part, _token_ids(part, model, stats), strict=True):
+            for example, found in zip(part, _token_ids(part, unloaded, stats), strict=True):
                 if isinstance(found, BadRecord):
                     bad.append((Record(example.extra, example.source, example.number, _LAYOUT), found))
                     stats.add(drop_reason(found.reason), example)
@@ -210,14 +210,16 @@ def _encode(
 
 
 def _token_ids(
-    examples: Sequence[Example], model: UnloadedModel, stats: DataStats
+    examples: Sequence[Example], unloaded: UnloadedModel, stats: DataStats
 ) -> Iterator[list[Sequence[int]] | BadRecord]:
     """Yield the token ids of the responses of each example, or why it cannot be scored."""
     sequences = [
         [example] if example.chosen is None else [example.with_answer(side) for side in _SIDES] for example in examples
     ]
     encoding = DataStats()
-    encoded = iter(model.template.encode_answers([e for some in sequences for e in some if _is_encoded(e)], encoding))
+    encoded = iter(
+        unloaded.template.encode_answers([e for some in sequences for e in some if _is_encoded(e)], encoding)
+    )
     dropped: dict[tuple[str, int], str] = {}
     for reason, places in encoding.records.items():
         if reason.kind == "dropped":
@@ -225,8 +227,8 @@ def _token_ids(
         else:
             stats.records[reason].extend(dict.fromkeys(places))  # once for both responses of a pair
     for example, some in zip(examples, sequences, strict=True):
-        rows = [next(encoded) if _is_encoded(one) else _text_ids(one, model.tokenizer) for one in some]
-        yield _checked(rows, dropped.get((example.source, example.number), _NO_RESPONSE), model)
+        rows = [next(encoded) if _is_encoded(one) else _text_ids(one, unloaded.tokenizer) for one in some]
+        yield _checked(rows, dropped.get((example.source, example.number), _NO_RESPONSE), unloaded)
 
 
 def _is_encoded(example: Example) -> bool:
@@ -240,7 +242,7 @@ def _text_ids(example: Example, tokenizer: Any) -> Any:
 
 
 def _checked(
-    rows: Sequence[Sequence[int] | None], reason: str, model: UnloadedModel
+    rows: Sequence[Sequence[int] | None], reason: str, unloaded: UnloadedModel
 ) -> list[Sequence[int]] | BadRecord:
     """Return the rows of a record, or the error if one is missing for ``reason``, empty, or exceeds the context."""
     found = [row for row in rows if row is not None]
@@ -250,12 +252,14 @@ def _checked(
     if not all(found):
         why = "the text is empty"
         return BadRecord(f"{why}.", reason=why)
-    if (longest := max(map(len, found))) > model.context:
+    if (longest := max(map(len, found))) > unloaded.context:
         why = "the record is longer than the context"
         more = (
-            f"Set infer_context to {longest} or more." if longest <= (context_length(model.config) or longest) else ""
+            f"Set infer_context to {longest} or more."
+            if longest <= (context_length(unloaded.config) or longest)
+            else ""
         )
-        return BadRecord(f"{why}: {longest:,} of at most {model.context:,} tokens.", more, reason=why, kind=why)
+        return BadRecord(f"{why}: {longest:,} of at most {unloaded.context:,} tokens.", more, reason=why, kind=why)
     return found
 
 
