@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A model before its weights are read: enough to tokenize what it will receive.
+    """A model whose weights are not loaded yet: its config, tokenizer and template, to tokenize and check inputs.
 
     Args:
         name: display name of the model.

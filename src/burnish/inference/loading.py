@@ -113,7 +113,7 @@ def prepare_for_inference(
 
 
 def load_weights(unloaded: UnloadedModel, on_note: Callable[[str], None] | None = None) -> LoadedModel:
-    """Load the weights of a model. Arguments and errors are those of ``load_for_inference``."""
+    """Load the weights of a model that ``prepare_for_inference`` returned. Raises UserError if that is impossible."""
     options, tokenizer, template = unloaded.options, unloaded.tokenizer, unloaded.template
     family, served, notes = unloaded.family, unloaded.served, [*unloaded.notes]
     model = None

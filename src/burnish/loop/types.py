@@ -170,7 +170,7 @@ class Example:
         return self.messages if self.response is None else self.messages[:-1]
 
     def with_answer(self, side: str) -> Example:
-        """The conversation or text with one of the two responses of a pair ("chosen" or "rejected")."""
+        """Return the conversation or text with one response of a pair. Args: side: "chosen" or "rejected"."""
         alone, answer = replace(self, chosen=None, rejected=None, margin=None), getattr(self, side)
         if isinstance(answer, str):
             return replace(alone, completion=answer)

@@ -1,4 +1,4 @@
-"""Results of an interrupted pass over many items, so that the same command computes only the missing ones."""
+"""Partial results of an interrupted computation; the same command then computes only the missing ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _NAME = "burnish_partial_results"
 
 
 def partial_results_of(error: BaseException) -> Path | None:
-    """Return the file with the results of the pass that ``error`` interrupted; None if there is none."""
+    """Return the file with the partial results of the computation that ``error`` interrupted, or None."""
     return getattr(error, _NAME, None)
 
 
 class PartialResults:
-    """Results by the index of their item, and a file of them, one line of JSON each after a line with the key.
+    """Results by the index of their item, which are also appended to a file: one line of JSON per result, after a line
+    with the key.
 
-    The file is kept, so that results are not lost before the caller has written and removed them. An exception that
-    leaves the block gets its path as an attribute.
+    The file is not deleted here; the caller deletes it after writing the complete results. An exception that leaves the
+    ``with`` block carries the path of the file (``partial_results_of``).
 
     Args:
         path: the file; None: the results are in memory only.

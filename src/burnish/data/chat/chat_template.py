@@ -212,7 +212,7 @@ class JinjaFormat:
         return turns
 
     def _prompt_start(self, rendered: Rendered, question: Message, place: int, first: int, begin: int) -> int:
-        """Return the position in the prompt of a turn at which its last message begins, or 0 if it is not needed.
+        """Return the position of the last message within the prompt of a turn, or 0 if it is not needed.
 
         Args:
             place: index of the response among the messages.

@@ -255,7 +255,7 @@ def named_layout(
 
 
 def _optional_parts(metadata: Mapping[str, Any], needs: RecordNeeds) -> set[str]:
-    """Return the parts of a format that a record may lack in this stage."""
+    """Return the parts of a format that are optional in this stage."""
     return {*metadata.get("optional", {}), *(["response"] if needs.kind == "prompts" else [])}
 
 

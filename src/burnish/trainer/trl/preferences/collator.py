@@ -26,7 +26,7 @@ REFERENCE = {"chosen": "ref_chosen_logps", "rejected": "ref_rejected_logps", "":
 
 
 def column_of(side: str) -> str:
-    """burnish's column of the same values."""
+    """Return the column of a row that contains the reference log-probabilities of a side."""
     return f"reference_{side}_logps" if side else "reference_logps"
 
 
@@ -128,8 +128,8 @@ def rows_of_padded(batch: Mapping[str, Any], kind: str, may_have_images: bool = 
 
 
 def _sequences(batch: Mapping[str, Any], prefix: str = "", labels: Tensor | None = None) -> list[Row]:
-    """Ids and labels of each sequence, without padding. ``labels`` default to the ids in the completion mask; without
-    a mask all tokens are trained."""
+    """Return ids and labels of each sequence without padding. If ``labels`` is None, the tokens of the completion
+    mask are trained, or all tokens if there is no mask."""
     ids: Tensor = batch[f"{prefix}input_ids"]
     if labels is None:
         learned = batch.get(f"{prefix}completion_mask")
