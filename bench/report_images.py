@@ -5,7 +5,7 @@ Functions take the rounds of measurements and return text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from figures import (
@@ -119,3 +119,18 @@ def _relative_wall_time(rounds: Sequence[Round], name: str) -> str:
         if "ready_wall_s" in each.get(name, {}) and "ready_wall_s" in each.get(IMAGES_OURS, {})
     ]
     return f"{median(values):.1f}" if values and name != IMAGES_OURS else "-"
+
+
+def planning(results: Mapping[str, Figures], count: int) -> str:
+    """Format how long ``burnish explain`` takes for ``count`` records with an image each."""
+    if "failed" in results:
+        return str(results["failed"])
+    about = (
+        f"`burnish explain` of {count:,} records with a JPEG file each, a Qwen2.5-VL shape, LoRA, nothing cached: "
+        "imports, records, image headers, token ids and labels of all rows. No image is decoded."
+    )
+    lines = [table_line(["characters per record", "wall s", "processor s", "peak memory, GB"]), "|---:|---:|---:|---:|"]
+    for each in results.values():
+        cells = [f"{each['characters']:.0f}", f"{each['wall_s']:.1f}", f"{each['cpu_s']:.1f}"]
+        lines.append(table_line([*cells, f"{each['peak_bytes'] / GB:.2f}"]))
+    return f"{about}\n\n" + "\n".join(lines)

@@ -50,6 +50,7 @@ from settings import (
     ENCODING,
     EVALUATION,
     GENERATION,
+    LONG_GRPO_NAMES,
     PACKING,
     RESUME,
     SCRIPTS,
@@ -178,10 +179,15 @@ def other_shapes(part_run: PartRun) -> str:
 
 def rollouts(part_run: PartRun, is_float32: bool = False) -> str:
     """Benchmark GRPO with completions of a fixed length and of random lengths."""
+    cases = (
+        ("completions of 64 tokens", 64, None, None),
+        ("completions of 256 tokens, TRL's default", 256, None, LONG_GRPO_NAMES),
+        ("completions that end at random, at most 128 tokens", 128, 70, None),
+    )
     results = []
-    for name, longest, ends in (("completions of 64 tokens", 64, None),
-                                ("completions that end at random, at most 128 tokens", 128, 70)):  # fmt: skip
-        material, settings = replace(part_run.material, ends=ends), grpo_settings(longest, is_float32)
+    for name, longest, ends, names in cases:
+        material = replace(part_run.material, ends=ends)
+        settings = [each for each in grpo_settings(longest, is_float32) if names is None or each.name in names]
         results.append((name, part_run.run_settings(settings, material), read_facts(material_folder(material))))
     return report_rollouts.rollouts(results, grpo_settings(0, is_float32))
 
@@ -205,6 +211,16 @@ def images(part_run: PartRun) -> str:
         results.append(part_run.bench.rounds(chosen, folder, part_run.count, part_run.part.at_once))
         part_run.results += results[-1]
     return report_images.images(results[0], results[1], facts[0], part_run.arguments.photos)
+
+
+def image_planning(part_run: PartRun) -> str:
+    """Benchmark the planning of many records with an image each."""
+    parent, count = SCRATCH / "material", part_run.arguments.image_records
+    image_material.make(Photos(), model := parent / Photos().name)
+    return report_images.planning(
+        run_script(part_run, "burnish", "plan_images.py", str(model / "model"), str(parent / "records"), str(count)),
+        count,
+    )
 
 
 def rows(part_run: PartRun) -> str:
@@ -286,6 +302,7 @@ PARTS = {
     "resume": Part(simple_part(report_other.resume, RESUME)),
     "evaluation": Part(simple_part(report_other.evaluation, EVALUATION), FEWER_ROWS),
     "images": Part(images, is_long=True),
+    "image-planning": Part(image_planning, is_long=True),
     "answers": Part(responses, rounds=3),
     "serve": Part(servers),
     # A run takes one or two seconds, so there are three rounds.
@@ -315,6 +332,9 @@ def main() -> None:
         "--all-settings", action="store_true", help="also run the training settings that are not needed for ratios"
     )
     parser.add_argument("--records", type=int, default=RECORDS, help="number of records of the part rows")
+    parser.add_argument(
+        "--image-records", type=int, default=100_000, help="number of records of the part image-planning"
+    )
     parser.add_argument("--photos", type=int, default=2000, help="number of photos for the start in the part images")
     parser.add_argument(
         "--print-only", action="store_true", help="print the sections and do not write docs/benchmarks.md"

@@ -238,6 +238,10 @@ def grpo_settings(longest: int, is_float32: bool = False) -> tuple[Setting, ...]
     )
 
 
+LONG_GRPO_NAMES = (BASE, "TRL, bf16 weights, no checkpointing", OURS, OURS_FLOAT32)
+"""GRPO settings that are measured with long completions, where a step of TRL takes a minute."""
+
+
 # Enough steps between two checkpoints that the first one is on disk before the second one is due. The rows are short,
 # because the cost of a checkpoint does not depend on them.
 _SAVES = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}

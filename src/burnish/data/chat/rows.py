@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from burnish.config.errors import UserError
 from burnish.data.chat.encoding import NO_TEXT, NOT_PLAIN_TEXT, ConversationEncoder
@@ -26,7 +27,7 @@ from burnish.data.chat.slots import BrokenConversation
 from burnish.data.chat.table import TemplateSpec
 from burnish.data.chat.tools.tools import ToolError
 from burnish.data.images.family import Family
-from burnish.data.images.image_file import BadImage, UnsupportedMedia, images_of
+from burnish.data.images.image_file import BadImage, ImageFile, UnsupportedMedia
 from burnish.data.images.in_rows import Marks, images_column, images_in, remove_marks
 from burnish.data.stats import DataStats, drop_reason, keep_reason
 from burnish.data.template_arguments import THINKING, UNUSED, arguments_of
@@ -44,6 +45,8 @@ OPTIONS_OF_ROWS: Final = (
     "on_too_long",
 )
 
+
+Encoded = TypeVar("Encoded", list[Turn], Row)
 
 SHRUNK = keep_reason("images resized to fit into cutoff_len (image_fit: shrink)")
 SHRINKING, SMALLEST = 0.8, 28 * 28
@@ -125,11 +128,11 @@ class Template(ConversationEncoder):
         """Return the ids up to the beginning of the next response. A final response in the example is ignored."""
         return list(self.prompt_row(example)["input_ids"])
 
-    def prompt_row(self, example: Example, shrinking: float = 1.0) -> Row:
+    def prompt_row(self, example: Example, images: Sequence[ImageFile] | None = None) -> Row:
         """Return ``prompt`` as a row: ``input_ids``, and ``images`` if there are any.
 
         Args:
-            shrinking: maximum fraction of the pixels of each image that is used.
+            images: images that are used in place of those before the response, for instance smaller ones.
 
         Raises:
             BadImage: if the model refuses an image, or the template does not write one mark per image.
@@ -139,9 +142,7 @@ class Template(ConversationEncoder):
             return {"input_ids": form.prompt(example)}
         example = remove_marks(example)
         ids = array("i", form.prompt(self.marks.for_template(example)))
-        images = images_in(replace(example, messages=example.request))
-        if shrinking < 1:
-            images = [one.shrunk(shrinking) for one in images]
+        images = _images_before_response(example) if images is None else images
         made = self.marks.expand(self.marks.front(len(images)) + ids, images)
         row: Row = {"input_ids": made.ids.tolist()}
         return row | {"images": images_column(made.images)} if images else row
@@ -270,10 +271,11 @@ class Template(ConversationEncoder):
             return turns
         images = images_in(example)
         try:
-            made = self.marks.turns(turns, images)
-            if images and self.marks.family.source.shrinks:
-                return self._shrunk(example, turns, made, stats)
-            return made
+            if not self.marks.family.source.shrinks:
+                return self.marks.turns(turns, images)
+            encode = partial(self.marks.turns, turns)
+            available = self.cutoff_len - (self.form.closing_word is not None)
+            return _with_fitting_images(example, images, encode, _length_of_turns, available, stats)
         except UnsupportedMedia as error:
             raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
         except BadImage as error:
@@ -287,21 +289,6 @@ class Template(ConversationEncoder):
             where = f"{problem.where}: " if problem.where else ""
             what, remedy = f"the images of the record cannot be used: {where}{problem.what}", problem.remedy
         raise UserError(what, example.place, remedy=remedy)
-
-    def _shrunk(self, example: Example, turns: list[Turn], made: list[Turn], stats: DataStats) -> list[Turn]:
-        """Shrink all images by the same factor until the row fits. Return the original turns if that is impossible."""
-        assert self.marks is not None
-        images, available = images_in(example), self.cutoff_len - (self.form.closing_word is not None)
-        factor, found = 1.0, made
-        while EncodedConversation(found).length > available:
-            factor *= SHRINKING
-            smaller = [one.shrunk(factor) for one in images]
-            if any(one.max_pixels is None or one.max_pixels < SMALLEST for one in smaller):
-                return made
-            found = self.marks.turns(turns, smaller)
-        if found is not made:
-            stats.add(SHRUNK, example)
-        return found
 
     def _texts(self, examples: Sequence[Example], stats: DataStats) -> Iterator[EncodedConversation | None]:
         """Encode plain texts and completions. They have no template around them and may contain control tokens."""
@@ -348,27 +335,17 @@ class Template(ConversationEncoder):
         if arguments_of(example):
             self._count_unused_arguments(example, stats)
         try:
-            row = self.prompt_row(example)
-            if self.marks is not None and self.marks.family.source.shrinks:
-                row = self._shrunk_row(example, row, stats)
+            if self.marks is None or not self.marks.family.source.shrinks:
+                row = self.prompt_row(example)
+            else:
+                images, encode = _images_before_response(example), partial(self.prompt_row, example)
+                row = _with_fitting_images(example, images, encode, _length_of_row, self.cutoff_len, stats)
         except UnsupportedMedia as error:
             raise UserError(f"The record cannot be tokenized: {error}", where=example.place) from error
         except (BadImage, BrokenConversation, ToolError, UnreadableTemplate) as error:
             stats.add(drop_reason(str(error)), example)
             return None
         return {**row, "input_ids": array("i", row["input_ids"])}
-
-    def _shrunk_row(self, example: Example, row: Row, stats: DataStats) -> Row:
-        """Shrink all images by the same factor until the prompt fits. Return the original row if that is impossible."""
-        images, factor, found = images_of(row), 1.0, row
-        while len(found["input_ids"]) > self.cutoff_len:
-            factor *= SHRINKING
-            if not images or any((one.shrunk(factor).max_pixels or 0) < SMALLEST for one in images):
-                return row
-            found = self.prompt_row(example, factor)
-        if found is not row:
-            stats.add(SHRUNK, example)
-        return found
 
     def _text(self, ids: Ids, opening: int, trained_from: int, has_end: bool) -> EncodedConversation:
         """Return one turn of context and trained part. EOS is appended unless the text already has an end token."""
@@ -391,3 +368,40 @@ class Template(ConversationEncoder):
 
 def _hash_identity(identity: Any) -> str:
     return sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _with_fitting_images(
+    example: Example, images: Sequence[ImageFile], encode: Callable[[Sequence[ImageFile]], Encoded],
+    length: Callable[[Encoded], int], maximum: int, stats: DataStats,
+) -> Encoded:  # fmt: skip
+    """Encode an example. If it is too long, shrink all its images by the same factor until it fits; leave them as they
+    are if that is impossible.
+
+    Args:
+        encode: encodes the example with the given images.
+        length: returns the number of tokens.
+        maximum: maximum number of tokens.
+    """
+    original = found = encode(images)
+    factor = 1.0
+    while length(found) > maximum:
+        factor *= SHRINKING
+        smaller = [one.shrunk(factor) for one in images]
+        if not smaller or any((one.max_pixels or 0) < SMALLEST for one in smaller):
+            return original
+        found = encode(smaller)
+    if found is not original:
+        stats.add(SHRUNK, example)
+    return found
+
+
+def _images_before_response(example: Example) -> list[ImageFile]:
+    return images_in(replace(example, messages=example.request))
+
+
+def _length_of_turns(turns: list[Turn]) -> int:
+    return EncodedConversation(turns).length
+
+
+def _length_of_row(row: Row) -> int:
+    return len(row["input_ids"])
