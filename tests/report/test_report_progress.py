@@ -139,6 +139,7 @@ def test_run_starts_with_its_numbers_and_ends_with_a_summary(capsys):
         (StepPlan(200, 8, 25, 400, 16), "Training for 400 steps: 16 epochs of 200 examples"),
         (StepPlan(200, 8, 25, 30, 2), "Training for 30 steps: 1.2 epochs of 200 examples"),
         (StepPlan(200, 200, 1, 1, 1), "Training for 1 step: 1 epoch of 200 examples"),
+        (StepPlan(4000, 8, 500, 1, 1), "Training for 1 step: 0.002 epochs of 4,000 examples"),
         (StepPlan(None, 16, 400, 400, 1), "Training for 400 steps on a streamed dataset"),
     ],
 )

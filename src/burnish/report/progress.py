@@ -82,8 +82,8 @@ class RunFacts:
 
 
 def counted_epochs(epochs: float) -> str:
-    """``1 epoch``, ``16 epochs``, ``2.35 epochs``."""
-    return format_count(round(epochs, 2), "epoch")
+    """``1 epoch``, ``16 epochs``, ``2.35 epochs``, ``0.002 epochs``."""
+    return format_count(round(epochs, 2) or float(f"{epochs:.1g}"), "epoch")
 
 
 def progress_callback(options: ReportOptions, facts: RunFacts | None = None) -> TrainerCallback:
