@@ -21,11 +21,13 @@ import pytest
 
 import burnish
 from burnish.config.errors import UserError
+from burnish.models.quantization.quantize import LIBRARY_OF
 from burnish.report.metadata import launch_record
 from burnish.serve.http.errors import APIError
 from burnish.serve.page.app import _figure, _short
 from burnish.serve.page.command import read_options
 from burnish.serve.page.home import Home
+from burnish.serve.page.jobs import commands
 from burnish.serve.page.layout import BOXES, DEPENDS, PRESETS
 from burnish.serve.page.places import Roots
 from burnish.serve.page.runs.follow import FilePosition, cursor_text, end_of, new_events, read_cursor
@@ -681,6 +683,29 @@ def test_export_accepts_only_known_formats(page, root, monkeypatch) -> None:
     lines = ["burnish score gguf dataset=FILE", "burnish api gguf"]  # a reward model has no responses
     assert page.get(job)["lines"] == lines
     assert page.send("POST", "/api/exports", {**options, "format": "pickle"})[0] == 422
+
+
+@pytest.mark.parametrize("libraries", [{"gptqmodel"}, {"gptqmodel", "optimum"}, {"optimum"}])
+def test_quantized_exports_are_offered_where_their_libraries_are_installed(page, root, monkeypatch, libraries) -> None:
+    started = []
+    child = type("Child", (), {"pid": 1, "poll": lambda self: 0})
+    monkeypatch.setattr(page.site.starter, "start_command", lambda argv, log: started.append(argv) or child())
+    monkeypatch.setattr(commands, "find_spec", lambda name: (name in libraries) or None)
+    is_installed = "gptqmodel" in libraries
+    (root / "saves" / "whole").mkdir()
+    options = {"path": str(root / "saves" / "whole"), "folder": str(root / "small"), "format": "awq 4 bits"}
+    text = page.send("GET", "/export")[2]
+    assert ("awq 4 bits" in text, "gptq 4 bits" in text) == (is_installed, len(libraries) == 2)
+    status, _, text = page.send("POST", "/api/exports", options)
+    assert (status, json.loads(text)["error"]["option"]) == (422, "dataset" if is_installed else "format")
+    status, _, text = page.send("POST", "/api/exports", {**options, "dataset": "notes", "dataset_dir": "data"})
+    assert status == (202 if is_installed else 422), text
+    used = ["export_quantization_method=awq", "export_quantization_bit=4", "export_quantization_dataset=notes",
+            "dataset_dir=data"]  # fmt: skip
+    assert not started or started[0][3:] == used
+    assert all(LIBRARY_OF[method] == needed for method, needed in commands._LIBRARIES.items())
+    outside = {**options, "dataset": "notes", "dataset_dir": "/etc"}
+    assert page.send("POST", "/api/exports", outside)[0] == 422
 
 
 @pytest.mark.run

@@ -29,7 +29,7 @@ def site(tmp_path):
 def begin(site, folder):
     commands = Commands(site)
     (folder.parent / "model").mkdir()
-    id = commands.export(folder.parent / "model", "first", folder, "safetensors")
+    id = commands.export(folder.parent / "model", "first", folder, "safetensors", {})
     return commands, id
 
 

@@ -31,7 +31,7 @@ from burnish.serve.http.hosts import LOOPBACK_NAMES, host_name, is_loopback
 from burnish.serve.http.json_response import ShownJson
 from burnish.serve.http.static import MemoryFiles
 from burnish.serve.page.api import Api
-from burnish.serve.page.jobs.commands import FORMATS
+from burnish.serve.page.jobs.commands import QUANTIZED, export_formats
 from burnish.serve.page.runs.completions import COMPLETIONS
 from burnish.serve.page.runs.files import run_yaml_text
 from burnish.serve.page.runs.listing import joined
@@ -178,7 +178,8 @@ class Pages:
         return self._page("evaluate", request, target=request.query_params.get("target", ""))
 
     async def export(self, request: Request) -> Response:
-        return self._page("export", request, target=request.query_params.get("target", ""), formats=list(FORMATS))
+        formats, target = list(export_formats()), request.query_params.get("target", "")
+        return self._page("export", request, target=target, formats=formats, quantized=list(QUANTIZED))
 
     async def settings(self, request: Request) -> Response:
         site = self.site

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     **{f"gguf {kind}": ("export_format=gguf", f"export_gguf_type={kind}") for kind in ("f16", "bf16", "q8_0", "q4_0")},
 }
 """Export format in the form -> arguments of the command."""
+QUANTIZED: Mapping[str, tuple[str, ...]] = {
+    f"{method} {bits} bits": (f"export_quantization_method={method}", f"export_quantization_bit={bits}")
+    for method, bits in (("gptq", 4), ("gptq", 8), ("awq", 4))
+}
+"""Formats that need a calibration dataset."""
+_LIBRARIES: Mapping[str, tuple[str, ...]] = {"gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
+"""Libraries that write a format, as in ``models/quantization/quantize.py``, which would import torch."""
 _TEXT = 8000
 logger = logging.getLogger("burnish.jobs")
 _SHARE: Mapping[str, float] = {"gguf q8_0": 0.53, "gguf q4_0": 0.28}
@@ -69,6 +77,12 @@ class StartedJob:
     launch: dict[str, Any] = field(default_factory=dict)
 
 
+def export_formats() -> dict[str, tuple[str, ...]]:
+    """Return the formats that can be written with the installed libraries."""
+    methods = {method for method, needed in _LIBRARIES.items() if all(map(find_spec, needed))}
+    return {**FORMATS, **{form: added for form, added in QUANTIZED.items() if form.split()[0] in methods}}
+
+
 class Commands:
     """All jobs of this server and of earlier ones with the same state folder, the newest last."""
 
@@ -77,19 +91,31 @@ class Commands:
         self._jobs = {job.id: job for job in map(_job_of_entry, _list(site.home.read(_RECORDS))) if job is not None}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
-    def export(self, path: Path, name: str, folder: Path, form: str) -> str:
+    def export(self, path: Path, name: str, folder: Path, form: str, calibration: Mapping[str, Any]) -> str:
         """Start an export. Returns its id.
 
+        Args:
+            calibration: ``dataset`` and ``dataset_dir`` for the formats of ``QUANTIZED``.
+
         Raises:
-            APIError: 409 if the folder is not empty or used by another job, 422 for an unknown format.
+            APIError: 409 if the folder is not empty or used by another job, 422 for an unknown format or a missing
+                dataset.
         """
-        if form not in FORMATS:
-            raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(FORMATS)}.', param="format")
+        formats = export_formats()
+        if form not in formats:
+            raise APIError(422, "invalid_value", f'"format" must be one of {", ".join(formats)}.', param="format")
         self._check_free(folder)
         adapter = path / "adapter_config.json"
-        argv = ["export", str(path), f"export_dir={folder}", *FORMATS[form]]
+        argv = ["export", str(path), f"export_dir={folder}", *formats[form]]
         base = str(object_in(adapter).get("base_model_name_or_path")) if adapter.is_file() else ""
         expected = _weights(self.site.places.first / base if base else path) * _SHARE.get(form, 1.0)
+        if form in QUANTIZED:
+            dataset, expected = str(calibration.get("dataset") or ""), 0  # the size depends on the layers
+            if not _NAME.fullmatch(dataset):
+                message = '"dataset" must be a dataset for calibration.'
+                raise APIError(422, "missing", message, param="dataset")
+            argv.append(f"export_quantization_dataset={dataset}")
+            argv += [f"dataset_dir={folder}" for folder in [calibration.get("dataset_dir")] if folder]
         return self._begin(StartedJob("", "export", name, str(folder), int(expected)), argv)
 
     def evaluate(self, path: Path, name: str, folder: Path, kind: str, inputs: Mapping[str, Any]) -> str:

@@ -36,19 +36,23 @@ class Jobs:
         body = await json_object(request)
         path, name = await target_of(self.site, body)
         folder = self.site.places.within(str(body.get("folder") or ""), "folder")
-        id = self.commands.export(path, name, folder, str(body.get("format") or "safetensors"))
+        await self._check_dataset(body, "dataset")
+        id = self.commands.export(path, name, folder, str(body.get("format") or "safetensors"), body)
         return ShownJson({"id": id}, 202)
 
     async def evaluate(self, request: Request) -> Response:
         body = await json_object(request)
         path, name = await target_of(self.site, body)
         folder = self.site.places.within(str(body.get("folder") or ""), "folder")
-        values = {"eval_dataset": body.get("dataset"), "dataset_dir": body.get("dataset_dir")}
-        await self.site.starter.check_values({key: str(value) for key, value in values.items() if value})
+        await self._check_dataset(body, "eval_dataset")
         if task_dir := str(body.get("task_dir") or ""):
             self.site.places.within(task_dir, "task_dir")
         id = self.commands.evaluate(path, name, folder, str(body.get("kind") or "predict"), body)
         return ShownJson({"id": id}, 202)
+
+    async def _check_dataset(self, body: Mapping[str, Any], option: str) -> None:
+        values = {option: body.get("dataset"), "dataset_dir": body.get("dataset_dir")}
+        await self.site.starter.check_values({key: str(value) for key, value in values.items() if value})
 
     async def jobs(self, request: Request) -> Response:
         return ShownJson({"jobs": self.commands.all()})

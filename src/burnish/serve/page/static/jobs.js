@@ -27,14 +27,26 @@ function propose() {
 }
 source.addEventListener("change", propose);
 propose();
-if (!isExport) {
-  const { datasets } = await get("api/datasets");
-  $("#dataset").append(
-    ...datasets.map((/** @type {any} */ one, /** @type {number} */ place) =>
-      el("option", { value: place }, one.name, !one.folder || one.folder === "." ? "" : ` · ${one.folder}`),
-    ),
-  );
-  $("#no-data").hidden = datasets.length > 0;
+const datasets = $("#dataset") ? (await get("api/datasets")).datasets : [];
+$("#dataset")?.append(
+  ...datasets.map((/** @type {any} */ one, /** @type {number} */ place) =>
+    el("option", { value: place }, one.name, !one.folder || one.folder === "." ? "" : ` · ${one.folder}`),
+  ),
+);
+if ($("#no-data")) $("#no-data").hidden = datasets.length > 0;
+/** The selected dataset, if the form shows one. */
+const dataOfForm = () => {
+  const one = $("#for-data")?.hidden === false ? datasets[Number($("#dataset").value)] : undefined;
+  return { dataset: one?.name, dataset_dir: one?.folder };
+};
+if (isExport) {
+  const settle = () => {
+    if ($("#for-data")) $("#for-data").hidden = !$("#format").selectedOptions[0].hasAttribute("data-quantized");
+  };
+  $("#format").addEventListener("change", settle);
+  settle();
+  form.body = () => ({ format: $("#format").value, ...dataOfForm() });
+} else {
   const settle = () => {
     const isTask = $("input[name=kind]:checked").value === "task";
     $("#for-task").hidden = !isTask;
@@ -43,22 +55,19 @@ if (!isExport) {
   };
   for (const one of form.elements.kind) one.addEventListener("change", settle);
   settle();
-  form.body = () => {
-    const one = datasets[Number($("#dataset").value)] ?? {};
-    return {
-      kind: $("input[name=kind]:checked").value,
-      dataset: one.name,
-      dataset_dir: one.folder,
-      task: $("#task").value,
-      task_dir: $("#task-dir").value,
-    };
-  };
-} else form.body = () => ({ format: $("#format").value });
+  form.body = () => ({
+    kind: $("input[name=kind]:checked").value,
+    ...dataOfForm(),
+    task: $("#task").value,
+    task_dir: $("#task-dir").value,
+  });
+}
 $("button.main", form).disabled = false;
 
 /** Fields of the options that an error names. @type {Record<string, string>} */
 const FIELDS = {
   folder: "#folder",
+  format: "#format",
   dataset: "#dataset",
   eval_dataset: "#dataset",
   dataset_dir: "#dataset",
