@@ -11,6 +11,7 @@ from burnish.cli import main
 from burnish.config.errors import UserError
 from burnish.config.options import RawValue
 from burnish.models.images import ahead, on_disk
+from burnish.models.images.processor import ImageProcessor
 from burnish.run.images import batches
 from burnish.run.plan.plan import plan
 from burnish.run.prepare import prepare
@@ -137,13 +138,13 @@ def test_image_cache_on_disk_is_shared_by_runs(workspace, monkeypatch, tmp_path)
     from image_runs import train
 
     monkeypatch.setenv("BURNISH_CACHE", str(tmp_path))
-    recorded, tensors = [], batches._tensors
+    recorded, tensors = [], ImageProcessor.tensors_of
 
-    def counted(*arguments):
-        recorded.append(arguments[-1].path)
-        return tensors(*arguments)
+    def counted(self, prepare, image):
+        recorded.append(image.path)
+        return tensors(self, prepare, image)
 
-    monkeypatch.setattr(batches, "_tensors", counted)
+    monkeypatch.setattr(ImageProcessor, "tensors_of", counted)
     options = {"finetuning_type": "lora", "max_steps": 2}
     runs = [train(workspace, "in-memory", **options)]
     recorded.clear()
