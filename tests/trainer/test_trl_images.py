@@ -86,6 +86,56 @@ def test_arguments_that_would_leave_images_out_are_refused(folder, tmp_path, arg
         SFTTrainer(str(folder / "model"), args=args, train_dataset=Dataset.from_dict(records), **more)
 
 
+def in_parts(messages: list[dict[str, Any]], image: Path | None = None) -> list[dict[str, Any]]:
+    """Return messages whose contents are lists of parts; the first one begins with the image."""
+    parts = [[{"type": "text", "text": one["content"], "image": None}] for one in messages]
+    if image is not None:
+        parts[0].insert(0, {"type": "image", "text": None, "image": str(image)})
+    return [{"role": one["role"], "content": own} for one, own in zip(messages, parts, strict=True)]
+
+
+def record_of(kind: str, image: Path | None) -> dict[str, Any]:
+    answer = in_parts([ANSWER])
+    if kind == "sft":
+        return {"messages": in_parts([USER, ANSWER], image)}
+    pair = {"chosen": answer, "rejected": in_parts([{**ANSWER, "content": "A door."}])}
+    return {"prompt": in_parts([USER], image), **pair}
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "config"), [("sft", SFTTrainer, SFTConfig), ("dpo", DPOTrainer, DPOConfig)]
+)
+@pytest.mark.parametrize("is_evaluation", [False, True], ids=["training", "evaluation"])
+def test_images_of_later_records_are_read(folder, tmp_path, kind, trainer, config, is_evaluation):
+    first, second = (record_of(kind, image) for image in (None, folder / "p1_64x48.png"))
+    datasets = {"train_dataset": Dataset.from_list([first] if is_evaluation else [first, second])}
+    if is_evaluation:
+        datasets["eval_dataset"] = Dataset.from_list([second])
+    found = trainer(str(folder / "model"), args=options(config, tmp_path), **datasets)
+    rows = [*found.train_dataset, *(found.eval_dataset or ())]
+    assert sorted(len(row["images"] or ()) for row in rows) == [0, 1]
+    ids = [row["input_ids" if kind == "sft" else "prompt_ids"] for row in rows if row["images"]]
+    assert ids[0].count(found.family.placeholder_id) == 4
+
+
+def test_images_of_an_evaluation_set_with_a_column_are_read(folder, tmp_path):
+    whole = {"messages": [USER, ANSWER]}
+    evaluated = Dataset.from_list([{**whole, "images": [str(folder / "p1_64x48.png")]}])
+    trainer = SFTTrainer(
+        str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_list([whole]),
+        eval_dataset=evaluated,
+    )  # fmt: skip
+    assert [len(row["images"]) for row in trainer.eval_dataset] == [1]
+
+
+def test_images_of_later_records_of_a_stream_are_refused(folder, tmp_path):
+    records = [record_of("sft", None), record_of("sft", folder / "p1_64x48.png")]
+    stream = Dataset.from_list(records).to_iterable_dataset()
+    trainer = SFTTrainer(str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=stream)
+    with pytest.raises(ValueError, match=r"record 2.*\n?.*contains an image or a video"):
+        list(trainer.train_dataset)
+
+
 def test_encoded_images_of_an_image_feature_are_not_decoded_again(folder, tmp_path):
     features = Features({"prompt": Value("string"), "images": List(Image())})
     records = {"prompt": ["x", "y"], "images": [[str(folder / "p1_64x48.png")], [str(folder / "p4_48x48.png")]]}

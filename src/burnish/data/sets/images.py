@@ -65,6 +65,11 @@ def raw_content(content: Any) -> Any:
     ]
 
 
+def has_images(content: Any) -> bool:
+    """Return whether the content of a message is a list with images or videos."""
+    return isinstance(content, list) and any(_type(part) in KINDS for part in content)
+
+
 def _type(part: Any) -> str:
     """Return the type of a message part, "" if it has none."""
     found = part.get("type") if isinstance(part, Mapping) else None

@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Any
 
 from burnish.data.reading.json_files import parse_json
-from burnish.data.sets.images import content_of, raw_content, system_text
+from burnish.data.sets.images import content_of, has_images, raw_content, system_text
 from burnish.data.sets.records import ROLES, BadRecord, Layout, Record, as_text, list_columns
 from burnish.data.stats import keep_reason, truncation_reason
 from burnish.loop.types import RESPONSE_ROLES, Example, Message, RoleName
@@ -96,6 +96,11 @@ def _verbatim(layout: Layout, turn: Mapping[str, Any], place: str) -> Message:
     if layout.reader is not None and isinstance(content, list):
         seen = content_of(layout, content, f"{place}.content")
         return Message(_role_in_prompt(raw), seen, raw={**raw, "content": raw_content(content)})
+    if has_images(content):
+        raise BadRecord(
+            f'"{place}.content" contains an image or a video, which the model would not see.',
+            "Use a vision-language model. Begin a streamed dataset with a record that has an image.",
+        )
     parts = content if isinstance(content, list) else [{"text": content}]
     text = "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
     return Message(_role_in_prompt(raw), text, raw=raw)

@@ -59,6 +59,11 @@ def for_each_set(evals: Any, prepare: Callable[[Any, str], Any]) -> Any:
     return None if evals is None else prepare(evals, "eval")
 
 
+def sets_by_name(evals: Any) -> dict[str, Any]:
+    """Return evaluation sets by name; {} if there are none."""
+    return evals if isinstance(evals, dict) else {"eval": evals} if evals else {}
+
+
 class TrlTrainer(Trainer):
     """Base class of TRL's trainers.
 

@@ -1,7 +1,7 @@
 """Images in TRL's trainers: the family of a vision model, and batches of rows with images.
 
-In: a model, its processor or tokenizer, the first row of a dataset. Out: a ``Family``; None for a dataset without
-images. Images for a text-only model are refused.
+In: a model, its processor or tokenizer, the datasets. Out: a ``Family``; None for datasets without images. Images for a
+text-only model are refused.
 
 The composed processor of transformers is not needed, only the image processor. If the script passes a tokenizer, the
 image processor is read from the model's folder.
@@ -9,7 +9,7 @@ image processor is read from the model's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from burnish.models.images.probe import isolates_images
 from burnish.models.images.processor import ImageProcessor, load_image_processor, video_settings_in
 from burnish.models.images.together import must_run_together, run_tower_in_every_pass
 from burnish.models.options import ModelOptions
+from burnish.trainer.data.loaders import is_streamed_set
 from burnish.utils.json_files import read_object
 
 MEDIA_READER = MediaReader()
@@ -39,13 +40,13 @@ IMAGE_FILE = "<image file>"
 PLACEHOLDERS_MASKED = "Image placeholders are masked in the loss (TRL trains on them)."
 
 
-def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mapping[str, Any]) -> Family | None:
-    """Return the family of a model whose dataset contains images; None for a text dataset.
+def family_for(model: Any, processing_class: Any, tokenizer: Any, datasets: Iterable[Any]) -> Family | None:
+    """Return the family of a model if one of the datasets contains images; None for text datasets.
 
     Raises:
         ValueError: for a text-only model.
     """
-    if not has_images(sample):
+    if not any(map(_contains_images, datasets)):
         return None
     config = model.config
     if getattr(config, "vision_config", None) is None:
@@ -64,14 +65,30 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, sample: Mappin
     return family_of(Checkpoint(config, processor, tokenizer, settings, video_settings=videos))
 
 
+def _contains_images(dataset: Any) -> bool:
+    """Return whether a record of a dataset has images. Of a streamed dataset only the first record is read, and so it
+    is if no message of the first record is a list of parts, because a column of ``datasets`` has one type."""
+    dataset = with_encoded_images(dataset)
+    first = next(iter(dataset), None)
+    if not isinstance(first, Mapping):
+        return False
+    return has_images(first) or (
+        any(True for _ in _parts_in(first)) and not is_streamed_set(dataset) and any(map(has_images, dataset))
+    )
+
+
 def has_images(sample: Mapping[str, Any]) -> bool:
     """Return whether a row has a column of images or videos, or messages with parts that are images or videos."""
-    if any(name in sample for name in MEDIA):
-        return True
+    return any(name in sample for name in MEDIA) or any(
+        isinstance(part, Mapping) and part.get("type") in KINDS for part in _parts_in(sample)
+    )
+
+
+def _parts_in(sample: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the parts of all messages of a row whose content is a list."""
     turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
     contents = (turn.get("content") for turn in turns if isinstance(turn, Mapping))
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, Mapping) and part.get("type") in KINDS for part in parts)
+    return (part for content in contents if isinstance(content, list) for part in content)
 
 
 def image_columns(dataset: Any) -> list[str]:

@@ -33,7 +33,7 @@ from burnish.run.references import refuse_other_vocabulary
 from burnish.trainer.data.torch_loader import PaddingBatch
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import for_each_set
+from burnish.trainer.trl.base import for_each_set, sets_by_name
 from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.preferences.collator import (
     REFERENCE,
@@ -135,7 +135,9 @@ class PreferenceTrainer(OverridableTrainer):
         is_scored = self.objective_class is RewardObjective
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config, is_scored)
         self._tokenizer = inner_tokenizer(processing_class)
-        self.family = family_for(model, processing_class, self._tokenizer, first_row(train_dataset))
+        first_row(train_dataset)  # raises for an empty dataset
+        datasets = [train_dataset, *sets_by_name(eval_dataset).values()]
+        self.family = family_for(model, processing_class, self._tokenizer, datasets)
         if self.family is not None and is_scored:
             raise ValueError("RewardTrainer does not support images.")
         is_collated_by_script = data_collator is not None and type(data_collator) not in self._own_collators

@@ -138,10 +138,7 @@ class RolloutTrainer(RewardMethods):
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
         self._tokenizer = inner_tokenizer(processing_class)
         model, choices = self._attach(model, args, processing_class, peft_config, added)
-        sample = next(iter(train_dataset), None)  # its form is checked later
-        self.family = family_for(
-            model, processing_class, self._tokenizer, sample if isinstance(sample, Mapping) else {}
-        )
+        self.family = family_for(model, processing_class, self._tokenizer, [one for one in datasets if one is not None])
         template = PromptTemplate(self._tokenizer, room_for_prompts(model, args), end_tokens(model), self.family)
         self.objective = self.objective_class(choices, template, self._tokenizer)
         self.reward_funcs = reward_list(reward_funcs, reward_processing_classes)

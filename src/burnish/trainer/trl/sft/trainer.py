@@ -28,7 +28,7 @@ from burnish.trainer.data.prefix_sharing import probe_prefix_sharing
 from burnish.trainer.inspection import has_virtual_tokens
 from burnish.trainer.notes import logger
 from burnish.trainer.reporting import Count
-from burnish.trainer.trl.base import TrlTrainer, for_each_set
+from burnish.trainer.trl.base import TrlTrainer, for_each_set, sets_by_name
 from burnish.trainer.trl.old_arguments import resolve_arguments
 from burnish.trainer.trl.prepared import column_names, first_row
 from burnish.trainer.trl.sft.checks import (
@@ -93,8 +93,8 @@ class SFTTrainer(TrlTrainer):
         check_sft_sets(train_dataset)
         set_seed(args.seed, args.full_determinism)  # an adapter's weights are initialized when it is attached
         model, processing_class, added = resolve_model(model, args, processing_class, quantization_config)
-        sample = first_row(train_dataset)
-        self.family = family_for(model, processing_class, inner_tokenizer(processing_class), sample)
+        sample, datasets = first_row(train_dataset), [train_dataset, *sets_by_name(eval_dataset).values()]
+        self.family = family_for(model, processing_class, inner_tokenizer(processing_class), datasets)
         if peft_config is not None:
             model = attach_peft(model, peft_config, added)
         self.completion_only_loss = learns_completions(args, sample)
@@ -113,8 +113,7 @@ class SFTTrainer(TrlTrainer):
                 )  # fmt: skip
         tokenizer = inner_tokenizer(processing_class)
         self._prepare = Preparation(tokenizer, args, self.completion_only_loss, formatting_func, self.family)
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset} if eval_dataset else {}
-        self._refuse_masks_without_labels({"train": train_dataset, **evals}, data_collator)
+        self._refuse_masks_without_labels({"train": train_dataset, **sets_by_name(eval_dataset)}, data_collator)
         if not self._skip_prepare_dataset:
             if has_images and not args.assistant_only_loss and not self.completion_only_loss:
                 logger.warning(PLACEHOLDERS_MASKED)
