@@ -20,6 +20,7 @@ from burnish.data.chat.truncate import EncodingOptions
 from burnish.data.images.families import check_family, family_of
 from burnish.data.images.family import Checkpoint, Family
 from burnish.data.images.image_file import ImageFile, images_of, load, read_header
+from burnish.data.images.in_rows import without_expansion
 from burnish.data.stats import DataStats
 from burnish.explain.explain import pieces_of
 from burnish.loop.types import IGNORE_INDEX, ContentPart, Example, Message
@@ -101,6 +102,19 @@ def test_rows_match_llamafactory(case, folder):
     placeholders = [at for at, token in enumerate(row["input_ids"]) if token == result.placeholder_id]
     assert set(placeholders) <= set(stored)
     assert len(placeholders) == case["image_tokens"]
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in GOLDEN["llamafactory"] if not c["options"] and c["record"] != "tool"], ids=name_of
+)
+def test_saved_chat_template_writes_the_placeholders_of_the_trained_row(case, folder):
+    row, result, _ = encode(case, folder)
+    template = load_template(Options(template=case["template"]), result.tokenizer, family=result)
+    chat = [dict(message.raw) for message in example(folder, case["record"], raw=True).messages]
+    text = result.tokenizer.apply_chat_template(chat, chat_template=template.jinja(), tokenize=False)
+    written = text.replace(result.mark, result.chat_template_text)  # as transformers' processor does
+    expected = without_expansion(row["input_ids"], images_of(row), result.mark_id)
+    assert result.tokenizer.encode(written, add_special_tokens=False) == expected
 
 
 @pytest.mark.parametrize(

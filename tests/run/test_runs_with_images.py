@@ -200,7 +200,7 @@ def test_a_run_is_not_resumed_with_other_pixels(workspace, tmp_path, capsys, cha
 
 
 def test_saved_model_loads_in_transformers_with_processor_files(workspace, tmp_path):
-    from transformers import AutoImageProcessor, AutoModelForImageTextToText
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     adapter = train(workspace, "to-export", finetuning_type="lora", save_strategy="steps", save_steps=2)
     merged = tmp_path / "merged"
@@ -212,6 +212,9 @@ def test_saved_model_loads_in_transformers_with_processor_files(workspace, tmp_p
     for folder in (merged, adapter, adapter / "checkpoint-2"):
         for name in ("preprocessor_config.json", "processor_config.json"):
             assert (folder / name).read_bytes() == (workspace / "qwen2_5_vl" / name).read_bytes()
+        chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+        text = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
+        assert "<|vision_start|><|image_pad|><|vision_end|>What?" in text
     before = image_models().build("qwen2_5_vl")[0]
     for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters(), strict=True):
         if "visual" in name:

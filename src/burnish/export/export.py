@@ -33,6 +33,7 @@ from burnish.data.stats import DataStats
 from burnish.export.gguf import check_gguf, gguf_file, write_gguf
 from burnish.export.modelfile import modelfile
 from burnish.export.quantized import calibration, quantize_into
+from burnish.inference.images.family import load_family
 from burnish.inference.loading import (
     UNLIMITED_CONTEXT,
     as_chat,
@@ -81,7 +82,8 @@ def export(values: Mapping[str, RawValue]) -> Path:
     if options.export_format == "gguf" or options.export_quantization_bit:
         raise_if([_REWARD_MODEL_FORMAT] if head is not None else [])
     raise_if(problems_of_adapters(options, config, tokenizer, adapters))
-    template = load_template_of_model(options, tokenizer, UNLIMITED_CONTEXT)
+    family = load_family(options, config, tokenizer, notes)
+    template = load_template_of_model(options, tokenizer, UNLIMITED_CONTEXT, family)
     template = template if head is None else template.answering_last()
     notes += configure_tokenizer(template, tokenizer)
     tokenizer.chat_template = template.jinja()

@@ -20,11 +20,13 @@ from typing import Any
 from burnish.data.chat.labels import TemplateChoices
 from burnish.data.chat.table import CONTENT, Slots, TemplateSpec, Token
 from burnish.data.chat.tools.tool_formats import TOOL_FORMATS, exact_jinja
+from burnish.data.images.family import Family
 
 _TEXT_OF = (
     "{%- macro text_of(content) -%}"
     "{%- if content is string -%}{{- content -}}"
-    "{%- elif content -%}{%- for part in content -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- elif content -%}{%- for part in content -%}"
+    "{%- if part['type'] == 'text' -%}{{- part['text'] -}}MEDIA{%- endif -%}"
     "{%- endfor -%}{%- endif -%}"
     "{%- endmacro -%}"
 )
@@ -52,15 +54,19 @@ class _Slot:
     is_spaced: bool = False  # the tokenizer inserts a space before the content, unless it begins with one
 
 
-def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, forgets_thoughts: bool) -> str:
+def write_jinja(
+    spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, forgets_thoughts: bool, family: Family | None = None
+) -> str:
     """Return the Jinja chat template of ``spec`` with ``options``, using the tokenizer's own tokens.
 
-    ``forgets_thoughts``: whether the reasoning of responses before the last one is removed.
+    Args:
+        forgets_thoughts: whether the reasoning of responses before the last one is removed.
+        family: model family of a vision model, whose placeholders are written for images and videos.
     """
     user = _with_header(_slot(spec.user, tokenizer), [_slot(s, tokenizer).tail for s in (spec.assistant, spec.system)])
     return "".join(
         (
-            _TEXT_OF,
+            _TEXT_OF.replace("MEDIA", _media(family)),
             *dict.fromkeys(exact_jinja(TOOL_FORMATS[n].macros) for n in (spec.tool_format, spec.tool_list_format)),
             _thought_macro(spec) if spec.reasoning else "",
             _opening(spec, tokenizer),
@@ -81,6 +87,20 @@ def write_jinja(spec: TemplateSpec, options: TemplateChoices, tokenizer: Any, fo
             "{%- endfor -%}",
             _thought_of_prompt(spec, options),
         )
+    )
+
+
+def _media(family: Family | None) -> str:
+    """Return Jinja that prints the placeholder of a part that is an image or a video. The processor of transformers
+    expands it, and puts images first itself in a family whose images precede the text."""
+    if family is None or family.in_front:
+        return ""
+    image = family.template_text.replace(family.chat_template_text, family.mark)
+    texts = {"image": image, "image_url": image}
+    if family.video_mark_id >= 0:
+        texts["video"] = family.video_template_text
+    return "".join(
+        "{%- elif part['type'] == " + jinja_string(kind) + " -%}" + jinja_print(text) for kind, text in texts.items()
     )
 
 

@@ -130,7 +130,7 @@ class SlotFormat:
         return asdict(self.spec)
 
     def jinja(self) -> str:
-        return write_jinja(self.spec, self.options, self.tokenizer, self.forgets_thoughts)
+        return write_jinja(self.spec, self.options, self.tokenizer, self.forgets_thoughts, self.family)
 
     def turns(self, examples: Sequence[Example], stats: DataStats) -> list[list[Turn] | None]:
         """Return the turns of each conversation, or None for a dropped one (counted in ``stats``)."""
