@@ -126,6 +126,11 @@ def test_images_of_an_evaluation_set_with_a_column_are_read(folder, tmp_path):
         eval_dataset=evaluated,
     )  # fmt: skip
     assert [len(row["images"]) for row in trainer.eval_dataset] == [1]
+    text = SFTTrainer(
+        str(folder / "model"), args=options(SFTConfig, tmp_path), train_dataset=Dataset.from_list([whole])
+    )
+    with pytest.raises(ValueError, match='eval dataset has the column "images"'):
+        text.evaluate(evaluated)
 
 
 def test_images_of_later_records_of_a_stream_are_refused(folder, tmp_path):

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from burnish.config.errors import UserError
 from burnish.data.batches.batching import collate_padded, collate_padding_free
 from burnish.data.images.families import family_of
 from burnish.data.images.family import Checkpoint, Family
@@ -89,6 +90,15 @@ def _parts_in(sample: Mapping[str, Any]) -> Iterator[Any]:
     turns = (turn for value in sample.values() if isinstance(value, list) for turn in value)
     contents = (turn.get("content") for turn in turns if isinstance(turn, Mapping))
     return (part for content in contents if isinstance(content, list) for part in content)
+
+
+def refuse_image_columns(columns: Iterable[str], name: str) -> None:
+    """Raise UserError for a dataset with images that is evaluated by a trainer whose other datasets have none."""
+    if found := [column for column in columns if column in MEDIA]:
+        raise UserError(
+            f'The {name} dataset has the column "{found[0]}", but the trainer was created with text datasets only.',
+            remedy="Pass the dataset as `eval_dataset` when the trainer is created, or remove the column.",
+        )
 
 
 def image_columns(dataset: Any) -> list[str]:

@@ -34,7 +34,7 @@ from burnish.trainer.trl.prepared import (
     prepare_dataset,
     refuse_transform,
 )
-from burnish.trainer.trl.vision import MEDIA, MEDIA_READER, with_encoded_images
+from burnish.trainer.trl.vision import MEDIA, MEDIA_READER, refuse_image_columns, with_encoded_images
 
 Columns = dict[str, list[Any]]
 NAMES: Mapping[Kind, tuple[str, ...]] = {
@@ -68,6 +68,8 @@ def preference_rows(
         UserError: for all records with an invalid format, unless they are dropped; if no row is left.
     """
     refuse_transform(dataset)
+    if template.family is None:
+        refuse_image_columns(column_names(dataset), name)
     dataset = dataset if template.family is None else with_encoded_images(dataset)
     sample, reader = first_row(dataset), None if template.family is None else MEDIA_READER
     names = NAMES[kind] if reader is None else (*NAMES[kind], "images", *(["kl_images"] * (kind == "unpaired")))

@@ -31,7 +31,7 @@ from burnish.trainer.trl.prepared import (
     refuse_transform,
 )
 from burnish.trainer.trl.sft.config import SFTConfig
-from burnish.trainer.trl.vision import MEDIA_READER, with_encoded_images
+from burnish.trainer.trl.vision import MEDIA_READER, refuse_image_columns, with_encoded_images
 
 _ROWS = ("input_ids", "labels")
 _MASKS = ("completion_mask", "assistant_masks")
@@ -73,6 +73,8 @@ class Preparation:
             raise ValueError("Packing requires `max_length`. Received: None.")
         dataset = dataset if self.family is None else with_encoded_images(dataset)
         columns = column_names(dataset)
+        if self.family is None:
+            refuse_image_columns(columns, name)
         if "seq_lengths" in columns or (self.family is not None and {*self.names} <= {*columns}):
             return dataset
         dataset = prepare_dataset(
