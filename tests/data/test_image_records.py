@@ -146,11 +146,20 @@ def test_images_of_pairs_and_kto_examples_are_in_the_prompt(folder):
     assert summarize(read(verdict, folder, "unpaired", columns=columns)) == [QUESTION, ["Red."]]
 
 
-def test_image_can_set_its_pixel_limits(folder):
-    part = {"type": "image", "image": "a.png", "max_pixels": 16}
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"max_pixels": 2048}, (1024, 2048)),
+        ({"max_pixels": 16}, (16, 16)),
+        ({"min_pixels": 1_000_000}, (1_000_000, 1_000_000)),
+        ({"min_pixels": 4, "max_pixels": 16}, (4, 16)),
+    ],
+)
+def test_pixel_limits_of_an_image_take_precedence_over_those_of_the_options(folder, own, expected):
+    part = {"type": "image", "image": "a.png", **own}
     values = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Red."}]}
     (image,) = read(values, folder).messages[0].images
-    assert (image.min_pixels, image.max_pixels) == (1024, 16)
+    assert (image.min_pixels, image.max_pixels) == expected
 
 
 def trl(values: dict[str, Any], kind: Any = "texts") -> Example:
@@ -180,6 +189,12 @@ def test_trl_records_are_read(folder):
 
 
 VIDEO: dict[str, Any] = {"instruction": "<video>What moves?", "output": "Red."}
+
+
+def message_with(**part: Any) -> dict[str, Any]:
+    """Return a record with a message that contains an image part."""
+    user = {"role": "user", "content": [{"type": "image", **part}]}
+    return {"messages": [user, {"role": "assistant", "content": "Red."}]}
 
 
 def bad(**change: Any) -> dict[str, Any]:
@@ -213,6 +228,10 @@ def bad(**change: Any) -> dict[str, Any]:
         (VIDEO | {"videos": [3]}, "videos[0] must be a list of frames, or a folder of them. Received: int"),
         (bad(audios=["v.wav"]), "it contains audio; burnish trains on text, images and videos."),
         (bad(system="See <image>"), "the system message contains an image"),
+        (
+            message_with(image="a.png", min_pixels=9, max_pixels=4),
+            'min_pixels" must not exceed "messages[0].content[0]',
+        ),
     ],
 )
 def test_bad_image_records_are_rejected_by_number(folder, values, message):

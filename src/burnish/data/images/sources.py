@@ -73,7 +73,7 @@ class MediaReader:
         named = f"{place} {shown}".strip()
         try:
             known = {"modified_ns": 0} if is_stored else {}  # its name says what is in it
-            least, most = min_pixels or self.min_pixels, max_pixels or self.max_pixels
+            least, most = limits_of_part(min_pixels, max_pixels, self.min_pixels, self.max_pixels)
             return read_header(path, place=place, min_pixels=least, max_pixels=most, **known)
         except BadImage as error:
             raise BadImage(f"{named} {error}") from None
@@ -97,7 +97,8 @@ class MediaReader:
             message = str(error)
             raise BadImage(message if message.startswith(place) else f"{place} {message}") from None
         limits = [limit for limit in (max_pixels, self.max_pixels) if limit is not None]
-        return replace(found, min_pixels=self.min_pixels, max_pixels=min(limits, default=None))
+        least, most = limits_of_part(None, min(limits, default=None), self.min_pixels, None)
+        return replace(found, min_pixels=least, max_pixels=most)
 
     def _nearest(self, name: str) -> Path | None:
         """Return a file of this name at most two levels below the folders or their parents; the search runs once."""
@@ -145,6 +146,18 @@ class MediaReader:
         except UserError as error:
             raise BadImage(f"{place}: {error}") from None
         return found
+
+
+def limits_of_part(
+    min_pixels: int | None, max_pixels: int | None, least: int | None, most: int | None
+) -> tuple[int | None, int | None]:
+    """Return the minimum and maximum number of pixels of an image: its own limits, otherwise those of the dataset as
+    far as they do not contradict its own."""
+    if min_pixels is None and max_pixels is not None and least is not None:
+        least = min(least, max_pixels)
+    if max_pixels is None and min_pixels is not None and most is not None:
+        most = max(most, min_pixels)
+    return min_pixels or least, max_pixels or most
 
 
 def store_image(content: bytes) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burnish.data.images.image_file import BadImage, ImageFile
-from burnish.data.images.sources import MediaReader
+from burnish.data.images.sources import MediaReader, limits_of_part
 from burnish.utils.json_files import shorten_value
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def read_video(
             raise BadImage(f"{frame.place} has {sizes}; all frames of a video must have the same size.")
     if len(frames) == 1 or (reader.video_max_pixels and len(frames) % PAIR):  # as LLaMA-Factory does
         frames.append(frames[-1])
+    least, most = limits_of_part(min_pixels, max_pixels, reader.video_min_pixels, reader.video_max_pixels)
     return replace(
-        first, place=place, frames=tuple(frames), fps=fps or reader.video_fps,
-        min_pixels=min_pixels or reader.video_min_pixels, max_pixels=max_pixels or reader.video_max_pixels,
-    )  # fmt: skip
+        first, place=place, frames=tuple(frames), fps=fps or reader.video_fps, min_pixels=least, max_pixels=most
+    )
 
 
 def is_last_repeated(video: ImageFile) -> bool:

@@ -93,6 +93,9 @@ def _part(reader: MediaReader, part: Any, place: str) -> ContentPart:
     for name, value in limits.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise BadRecord(f'"{place}.{name}" must be a positive integer.', received=str(value))
+    if len(limits) == 2 and limits["min_pixels"] > limits["max_pixels"]:
+        received = f"{limits['min_pixels']} and {limits['max_pixels']}"
+        raise BadRecord(f'"{place}.min_pixels" must not exceed "{place}.max_pixels".', received=received)
     if KINDS[kind] == "video" and part.get("fps") is not None:
         limits["fps"] = part["fps"]
         if isinstance(limits["fps"], bool) or not isinstance(limits["fps"], int | float) or not 0 < limits["fps"] < 1e6:
