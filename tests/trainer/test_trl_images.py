@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from peft import LoraConfig
 from PIL import Image as pil
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from burnish import (
     DPOConfig,
@@ -131,6 +131,15 @@ def test_images_of_an_evaluation_set_with_a_column_are_read(folder, tmp_path):
     )
     with pytest.raises(ValueError, match='eval dataset has the column "images"'):
         text.evaluate(evaluated)
+
+
+def test_images_of_later_records_are_refused_for_a_text_model(folder, tmp_path):
+    records = Dataset.from_list([record_of("sft", None), record_of("sft", folder / "p1_64x48.png")])
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes))
+    with pytest.raises(ValueError, match=r"record 2.*\n?.*contains an image or a video"):
+        SFTTrainer(model, args=options(SFTConfig, tmp_path), train_dataset=records, processing_class=tokenizer)
 
 
 def test_images_of_later_records_of_a_stream_are_refused(folder, tmp_path):

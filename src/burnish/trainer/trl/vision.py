@@ -47,10 +47,11 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, datasets: Iter
     Raises:
         ValueError: for a text-only model.
     """
-    if not any(map(_contains_images, datasets)):
-        return None
     config = model.config
-    if getattr(config, "vision_config", None) is None:
+    is_text_model = getattr(config, "vision_config", None) is None
+    if not any(_contains_images(dataset, first_only=is_text_model) for dataset in datasets):
+        return None
+    if is_text_model:
         raise ValueError(
             "The dataset appears to be vision-related (contains 'image' or 'images' keys), but the provided model does "
             "not seem to be a vision-language model. Please check your model and dataset."
@@ -66,16 +67,20 @@ def family_for(model: Any, processing_class: Any, tokenizer: Any, datasets: Iter
     return family_of(Checkpoint(config, processor, tokenizer, settings, video_settings=videos))
 
 
-def _contains_images(dataset: Any) -> bool:
-    """Return whether a record of a dataset has images. Of a streamed dataset only the first record is read, and so it
-    is if no message of the first record is a list of parts, because a column of ``datasets`` has one type."""
+def _contains_images(dataset: Any, first_only: bool) -> bool:
+    """Return whether a record of a dataset has images. Later records are searched if a message of the first one is a
+    list of parts, because a column of ``datasets`` has one type; not if the dataset is streamed.
+
+    Args:
+        first_only: read the first record only. Images of later records are refused when they are encoded.
+    """
     dataset = with_encoded_images(dataset)
     first = next(iter(dataset), None)
     if not isinstance(first, Mapping):
         return False
-    return has_images(first) or (
-        any(True for _ in _parts_in(first)) and not is_streamed_set(dataset) and any(map(has_images, dataset))
-    )
+    if has_images(first) or first_only or is_streamed_set(dataset) or not any(True for _ in _parts_in(first)):
+        return has_images(first)
+    return any(map(has_images, dataset))
 
 
 def has_images(sample: Mapping[str, Any]) -> bool:
