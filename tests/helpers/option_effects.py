@@ -413,6 +413,7 @@ TESTED_BY: dict[str, str] = {
         "inference/remote: llamafactory_options_become_server_flags",
     ),
     "export_format": "export/gguf: llama_cpp_verifies_export_if_its_path_is_given",
+    "export_image_limits": "run/runs_with_images: exported_processor_files_contain_the_limits_if_requested",
     "export_gguf_type": "export/gguf: transformers_reads_exported_gguf_back",
     "llama_cpp": "export/gguf: llama_cpp_verifies_export_if_its_path_is_given",
     "infer_backend": "inference/remote: child_server_is_started_awaited_and_stopped",

@@ -10,7 +10,9 @@ from PIL import Image
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
+from burnish.data.images.options import ImageOptions
 from burnish.models.images import features
+from burnish.models.images.limits import apply_image_limits
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
@@ -219,6 +221,50 @@ def test_saved_model_loads_in_transformers_with_processor_files(workspace, tmp_p
     for (name, old), (_, new) in zip(before.named_parameters(), model.named_parameters(), strict=True):
         if "visual" in name:
             assert torch.equal(old, new)
+
+
+def test_exported_processor_files_contain_the_limits_if_requested(workspace, tmp_path, capsys):
+    from transformers import AutoImageProcessor
+
+    command = ["export", f"model_name_or_path={workspace / 'qwen2_5_vl'}", "template=qwen2_vl"]
+    assert main([*command, f"export_dir={tmp_path / 'base'}", "image_max_pixels=2000"]) == 0
+    assert "without image_max_pixels (2,000). Set export_image_limits: true to write it." in capsys.readouterr().out
+    limits = ["export_image_limits=true", "image_max_pixels=2000", "image_min_pixels=900"]
+    assert main([*command, f"export_dir={tmp_path / 'limited'}", *limits]) == 0
+    assert "The exported image processor limits an image to 2,000 pixels." in capsys.readouterr().out
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "limited", backend="pil")
+    size = processor.size
+    assert (size["shortest_edge"], size["longest_edge"]) == (900, 2000)
+    with Image.new("RGB", (200, 100)) as image:
+        rows, columns = processor(images=image, return_tensors="pt")["image_grid_thw"][0, 1:].tolist()
+    assert rows * columns * processor.patch_size**2 <= 2000
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056,
+          "size": {"min_pixels": 3136, "max_pixels": 12845056}},
+         {"min_pixels": 3136, "max_pixels": 90_000, "size": {"shortest_edge": 3136, "longest_edge": 90_000}}),
+        ({"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
+         {"size": {"shortest_edge": 12544, "longest_edge": 90_000}}),
+        ({"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 3136, "longest_edge": 50_000}},
+         {"size": {"shortest_edge": 3136, "longest_edge": 50_000}}),
+        ({"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1024}},
+         {"size": {"longest_edge": 300}}),
+        ({"image_processor_type": "SiglipImageProcessor", "size": {"height": 896, "width": 896}},
+         {"size": {"height": 896, "width": 896}}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_image_limits_are_written_in_the_form_of_the_file(tmp_path, settings, expected, name):
+    content = settings if name.startswith("pre") else {"image_processor": settings, "processor_class": "Any"}
+    (tmp_path / name).write_text(json.dumps(content))
+    notes = apply_image_limits(tmp_path, ImageOptions(image_max_pixels=90_000), is_requested=True)
+    found = json.loads((tmp_path / name).read_text())
+    assert found.get("image_processor", found) == {**settings, **expected}
+    assert len(notes) == 1
+    assert ("no effect" in notes[0]) == (expected["size"] == settings["size"])
 
 
 def test_gguf_export_of_vision_model_is_rejected(workspace, tmp_path, capsys):

@@ -47,6 +47,7 @@ from burnish.inference.loading import (
 )
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
+from burnish.models.images.limits import apply_image_limits
 from burnish.models.load import context_length, load_config
 from burnish.models.options import USED_MODEL
 from burnish.models.quantization.export import without_bits
@@ -105,6 +106,10 @@ def export(values: Mapping[str, RawValue]) -> Path:
     ):
         saving: dict[str, Any] = {"dtype": inference_dtype(options), "max_shard_size": f"{options.export_size}GB"}
         save_model(model, tokenizer, place, stop_token_ids=template.stop_token_ids(), **saving)
+        if family is not None:
+            notes += apply_image_limits(place, options, options.export_image_limits)
+        elif options.export_image_limits:
+            notes.append('"export_image_limits" has no effect on a model without images.')
         if head is not None and (saved := saved_head(options, adapters)):
             save_reward_head(head.weights(), model, tokenizer, folder, kind_of_head(saved[1]), **saving)
         gguf = gguf_file(folder, options) if options.export_format == "gguf" else None

@@ -49,6 +49,11 @@ class ExportOptions:
         names_place=True,
         risky="it runs programs in that folder",
     )
+    export_image_limits: bool = option(
+        False,
+        "Write image_max_pixels and image_min_pixels into the processor files of the exported model (Qwen, GLM, "
+        "Pixtral). By default they are those of the base model.",
+    )
     export_hub_model_id: str | None = option(
         None,
         "Hub repository to upload the exported model to.",
