@@ -70,6 +70,14 @@ def test_prompts_with_equal_rewards_give_no_pair(finished_run, tmp_path, capsys)
     assert "advantage" not in output  # pairs have no such metric, and their loss is not near 0
 
 
+def test_completion_without_a_score_is_in_no_pair(finished_run, tmp_path):
+    folder, _ = finished_run
+    run = train(user(folder, reward_funcs=[f"{folder}/my_rewards.py:often_bad"], output_dir=str(tmp_path / "out")))
+    log = [entry for entry in history(run) if "loss" in entry]
+    assert any(entry["rewards/often_bad/none"] for entry in log)
+    assert all(entry["reward"] == -1 and entry["frac_reward_zero_std"] == 1 for entry in log)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

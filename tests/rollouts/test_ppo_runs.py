@@ -119,6 +119,17 @@ def test_step_beyond_ratio_threshold_has_no_loss(finished_run, tmp_path):
     assert any(entry["loss"] == 0 for entry in log)
 
 
+def test_completion_without_a_score_is_not_trained_on(finished_run, tmp_path):
+    folder, _ = finished_run
+    options = {"max_steps": 1, "ppo_score_norm": True, "reward_funcs": [f"{folder}/my_rewards.py:often_bad"]}
+    run = train(user(folder, **options, output_dir=str(tmp_path / "out")))
+    first = history(run)[0]
+    assert first["rewards/often_bad/none"] > 0
+    assert first["reward"] == -1
+    rollout = load_file(run / "checkpoint-1" / "rollout_0.safetensors")
+    assert any((values == 0).any() for name, values in rollout.items() if name.endswith("mask"))
+
+
 @pytest.mark.slow
 def test_unfinished_completion_is_penalized(finished_run, tmp_path):
     folder, _ = finished_run

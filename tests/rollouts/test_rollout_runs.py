@@ -35,6 +35,10 @@ def short(completions, answer, log_extra=None, **kwargs):
 
 def often_none(completion_ids, **kwargs):
     return [None if ids[0] % 2 else 1.0 for ids in completion_ids]
+
+
+def often_bad(completion_ids, **kwargs):
+    return [None if ids[0] % 2 else -1.0 for ids in completion_ids]
 """
 
 

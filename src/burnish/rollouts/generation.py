@@ -293,12 +293,21 @@ def length_metrics(samples: Sequence[ScoredCompletion]) -> dict[str, float]:
 def weighted_rewards(
     samples: Sequence[ScoredCompletion], functions: Sequence[RewardFunction], eos_penalty: float | None = None
 ) -> torch.Tensor:
-    """Return (C,) float64, the weighted sum of the rewards of each completion, minus ``eos_penalty`` if it was
-    truncated. A reward that does not apply counts as 0."""
+    """Return (C,) float64, the weighted sum of the rewards of each completion that apply, minus ``eos_penalty`` if it
+    was truncated. NaN for a completion without a score."""
     weights = [function.weight for function in functions]
-    sums = [sum(w * (r or 0.0) for w, r in zip(weights, s.rewards, strict=True)) for s in samples]
+    sums = [
+        sum(w * (r or 0.0) for w, r in zip(weights, s.rewards, strict=True)) if s.is_scored else math.nan
+        for s in samples
+    ]
     cut = [0.0 if s.is_ended else eos_penalty or 0.0 for s in samples]
     return torch.tensor(sums, dtype=torch.float64) - torch.tensor(cut, dtype=torch.float64)
+
+
+def score_metrics(scores: torch.Tensor) -> dict[str, float]:
+    """Return ``reward`` and ``reward_std`` for the log. Args: scores: (C,), NaN for a completion without a score."""
+    known = scores[~scores.isnan()]
+    return {"reward": float(known.mean()), "reward_std": float(known.std()) if len(known) > 1 else 0.0}
 
 
 def reward_metrics(samples: Sequence[ScoredCompletion], names: Sequence[str]) -> dict[str, float]:

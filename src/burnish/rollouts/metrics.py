@@ -36,7 +36,7 @@ def with_counts(
     every = len(samples)
     ended = sum(sample.is_ended for sample in samples)
     counts: dict[str, int] = {"frac_reward_zero_std": every // count, "frac_groups_dropped": every // count}
-    counts["reward"] = sum(any(reward is not None for reward in sample.rewards) for sample in samples)
+    counts["reward"] = sum(sample.is_scored for sample in samples)
     for at, name in enumerate(names):
         scored = sum(sample.rewards[at] is not None for sample in samples)
         counts |= {f"rewards/{name}/mean": scored, f"rewards/{name}/std": scored, f"rewards/{name}/none": 1}

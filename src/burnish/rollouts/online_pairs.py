@@ -28,7 +28,7 @@ from burnish.losses.pairs import PairObjective
 from burnish.losses.preference_options import PairOptions, PreferenceOptions, ReferenceOptions, needs_reference
 from burnish.losses.responses import AnswersObjective
 from burnish.models.generate import GenerationOptions
-from burnish.rollouts.generation import reward_metrics, weighted_rewards
+from burnish.rollouts.generation import reward_metrics, score_metrics, weighted_rewards
 from burnish.rollouts.metrics import Counted, as_metrics
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import RolloutOptions
@@ -97,10 +97,9 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         """Do nothing: ``prepare_step`` computes the log-probabilities of the reference."""
 
     def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
-        scores = self._scores(samples)
         tied = sum(not pair for pair in self._pairs_of(samples, self.count(is_eval)))
         return {
-            "reward": float(scores.mean()), "reward_std": float(scores.std()),
+            **score_metrics(self._scores(samples)),
             "frac_reward_zero_std": tied * self.count(is_eval) / len(samples),
             **reward_metrics(samples, [function.name for function in self.functions]),
         }  # fmt: skip
@@ -109,12 +108,13 @@ class OnlinePairObjective(RolloutObjective, PairObjective):
         return weighted_rewards(samples, self.functions, self.choices.missing_eos_penalty)
 
     def _pairs_of(self, samples: Sequence[ScoredCompletion], count: int) -> Iterator[Row | None]:
-        """Yield a row for each prompt: its best and its worst completion; None if their rewards are equal."""
+        """Yield a row for each prompt: its best and its worst completion with a score; None if their rewards are
+        equal."""
         scores = self._scores(samples).tolist()
         for at in range(0, len(samples), count):
-            numbers = range(at, at + count)
+            numbers = [number for number in range(at, at + count) if samples[number].is_scored] or [at]
             best, worst = max(numbers, key=scores.__getitem__), min(numbers, key=scores.__getitem__)
-            if scores[best] == scores[worst]:
+            if best == worst or scores[best] == scores[worst]:
                 yield None
                 continue
             row: Row = {}

@@ -33,7 +33,7 @@ from burnish.losses.reward import HeadState, ValueHead
 from burnish.losses.rollouts.ppo import KlController, PpoLossOptions, ScoreMoments, estimates, ppo_loss
 from burnish.models.generate import GenerationOptions
 from burnish.models.reward_files import CRITIC
-from burnish.rollouts.generation import reward_metrics, weighted_rewards
+from burnish.rollouts.generation import reward_metrics, score_metrics, weighted_rewards
 from burnish.rollouts.metrics import as_metrics, logp_difference
 from burnish.rollouts.objective import RolloutObjective
 from burnish.rollouts.options import DefaultsChoices, RolloutOptions
@@ -151,31 +151,34 @@ class PpoObjective(RolloutObjective):
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
     def set_advantages(self, samples: Sequence[ScoredCompletion], is_eval: bool = False) -> dict[str, float]:
-        """Set the advantage and the return of each token of a rollout, and update the KL coefficient."""
+        """Set the advantage and the return of each token of a rollout, and update the KL coefficient. A completion
+        without a score is not trained on."""
+        names = [function.name for function in self.functions]
+        metrics = score_metrics(weighted_rewards(samples, self.functions)) | reward_metrics(samples, names)
         if is_eval:
-            return {**self._score_metrics(weighted_rewards(samples, self.functions)), **self._function_metrics(samples)}
+            return metrics
+        self._set_estimates([sample for sample in samples if sample.is_scored])
+        for sample in (sample for sample in samples if not sample.is_scored):
+            sample.mask = [0] * len(sample.ids)
+            sample.token_advantages = sample.returns = [0.0] * len(sample.ids)
+        coefficient, kl = self.coefficient.coefficient, 0.0
+        if self.needs_reference:
+            old, ref = (_join_values([getattr(s, name) for s in samples]) for name in ("old_logps", "ref_logps"))
+            kl = float((old - ref).sum()) / len(samples)
+        self.coefficient.update(kl, len(samples))
+        return {"objective/kl": kl, "kl_coef": coefficient, **metrics}
+
+    def _set_estimates(self, samples: Sequence[ScoredCompletion]) -> None:
+        """Set the advantage and the return of each token of completions with a score."""
         scores, lengths = self._scores(samples), torch.tensor([len(sample.ids) for sample in samples])
         old, values = (_join_values([getattr(s, name) for s in samples]) for name in ("old_logps", "old_values"))
         ref = _join_values([s.ref_logps for s in samples]) if self.needs_reference else old
-        coefficient = self.coefficient.coefficient
-        found = estimates(old, ref, values, scores, lengths, coefficient, self.choices)
+        found = estimates(old, ref, values, scores, lengths, self.coefficient.coefficient, self.choices)
         sizes = lengths.tolist()
         for sample, advantages, returns in zip(
             samples, torch.split(found.advantages, sizes), torch.split(found.returns, sizes), strict=True
         ):
             sample.token_advantages, sample.returns = advantages.tolist(), returns.tolist()
-        kl = float((old.double() - ref.double()).sum()) / len(samples)
-        self.coefficient.update(kl, len(samples))
-        metrics = {"objective/kl": kl, "kl_coef": coefficient}
-        return (
-            metrics | self._score_metrics(weighted_rewards(samples, self.functions)) | self._function_metrics(samples)
-        )
-
-    def _score_metrics(self, scores: Tensor) -> dict[str, float]:
-        return {"reward": float(scores.mean()), "reward_std": float(scores.std()) if len(scores) > 1 else 0.0}
-
-    def _function_metrics(self, samples: Sequence[ScoredCompletion]) -> dict[str, float]:
-        return reward_metrics(samples, [function.name for function in self.functions])
 
     def _scores(self, samples: Sequence[ScoredCompletion]) -> Tensor:
         """Return (C,) the scores that a rollout is trained on."""

@@ -70,6 +70,11 @@ class ScoredCompletion:
     messages: list[dict[str, Any]] | None = None
     images: list[dict[str, Any]] | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether any reward function applies to the completion."""
+        return any(reward is not None for reward in self.rewards)
+
 
 def columns_of(samples: Sequence[ScoredCompletion]) -> list[str]:
     """Return the names of the values per token that all samples have, and "images" if any sample has images."""
