@@ -167,3 +167,16 @@ def test_equal_rewards_of_rloo_have_an_advantage_of_exactly_0():
     found = advantages(rewards.double(), [1.0], torch.tensor([0, 0, 0, 1, 1, 1]), Options(), leave_one_out=True)
     assert found.values[:3].tolist() == [0, 0, 0]
     assert found.values[3:].tolist() == pytest.approx([-0.05, 0.1, -0.05])
+
+
+def test_identical_completions_of_rloo_have_one_penalty_despite_rounding():
+    options = Options(rl_beta=0.5)
+    samples = [scored_completion(3, True, 1.0) for _ in range(2)]
+    for sample, rounding in zip(samples, (0.0, 1e-6), strict=True):
+        sample.old_logps, sample.ref_logps = [-1.0, -2.0 + rounding, -0.5], [-1.5, -1.0, -0.5]
+    objective = SimpleNamespace(leaves_one_out=True, needs_reference=True, choices=options)
+    penalties = RolloutObjective._penalties(objective, samples)
+    assert penalties is not None
+    found = advantages(torch.ones(2, 1), [1.0], torch.zeros(2), options, leave_one_out=True, penalties=penalties)
+    assert found.values.tolist() == [0, 0]
+    assert found.metrics["frac_reward_zero_std"] == 1

@@ -235,14 +235,16 @@ class RolloutObjective(PromptObjective):
         return found.metrics | reward_metrics(samples, [function.name for function in self.functions])
 
     def _penalties(self, samples: Sequence[ScoredCompletion]) -> Tensor | None:
-        """Return (C,) β Σ m (π_old - ρ), which RLOO subtracts from the reward."""
+        """Return (C,) β Σ m (π_old - ρ), which RLOO subtracts from the reward. Identical completions of a prompt have
+        the same value: their log-probabilities differ by rounding, which must not look like different rewards."""
         if not (self.leaves_one_out and self.needs_reference):
             return None
-        sums = [
-            sum(m * (old - ref) for m, old, ref in zip(s.mask, s.old_logps or (), s.ref_logps or (), strict=True))
-            for s in samples
-        ]
-        return (self.choices.rl_beta or 0.0) * torch.tensor(sums, dtype=torch.float64)
+        sums: dict[tuple[Any, ...], float] = {}
+        keys = [(s.row, *s.prompt, None, *s.ids) for s in samples]
+        for key, s in zip(keys, samples, strict=True):
+            each = zip(s.mask, s.old_logps or (), s.ref_logps or (), strict=True)
+            sums.setdefault(key, sum(m * (old - ref) for m, old, ref in each))
+        return (self.choices.rl_beta or 0.0) * torch.tensor([sums[key] for key in keys], dtype=torch.float64)
 
     def shuffle_number(self, generation: int, number_of_pass: int) -> int:
         """Return the number from which the order of completions in a pass is derived: the same for all passes, as in
