@@ -142,6 +142,19 @@ def test_refill_samples_at_most_three_times_as_many_prompts(tmp_path):
     assert [entry["grad_norm"] for entry in history(run) if "loss" in entry] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"rl_beta": 0.1}, {"top_entropy_quantile": 0.5}, {"rl_beta": 0.1, "num_iterations": 2}],
+    ids=["reference", "entropy", "iterations"],
+)
+def test_step_whose_groups_are_all_dropped_changes_nothing(tmp_path, options):
+    given = {**refill_options(tmp_path, max_steps=1, weight_decay=0.0), **options}
+    (tmp_path / "sometimes.py").write_text("def sometimes(prompts, **kwargs):\n    return [1.0] * len(prompts)\n")
+    run = train({**given, "drop_zero_variance_groups": "drop"})
+    log = next(entry for entry in history(run) if "loss" in entry)
+    assert (log["loss"], log["grad_norm"]) == (0.0, 0.0)
+
+
 @pytest.mark.slow
 def test_refilled_run_resumed_inside_a_generation_gives_the_same_weights(tmp_path):
     whole = train(refill_options(tmp_path, max_steps=4, output_dir=str(tmp_path / "whole")))

@@ -264,10 +264,20 @@ class RolloutObjective(PromptObjective):
             order = permutation(len(samples), (self.choices.seed, SHUFFLE), self.shuffle_number(generation, number))
             size = self.choices.per_device_train_batch_size
             passes += partition_samples(samples, order, self.steps_per_pass, size, parallel.rank, parallel.world_size)
-        step_batches, columns = [], columns_of(samples)
+        step_batches, columns = [], self._columns(samples)
         for number, micro_batches in enumerate(passes):
             step_batches.append(step_batch_of(source, micro_batches, columns, metrics if number == 0 else {}))
         return step_batches
+
+    def _columns(self, samples: Sequence[ScoredCompletion]) -> list[str]:
+        """Return the names of the values per token in the packs of a step. If all groups were dropped, there are no
+        samples, and these are the values that the loss reads."""
+        is_read = {
+            "old_logps": self.needs_old_logps,
+            "ref_logps": self.needs_reference,
+            "entropies": self.token_loss.masks_entropy,
+        }
+        return columns_of(samples) if samples else [name for name, read in is_read.items() if read]
 
     @property
     def redistribute(self) -> Callable[[Sequence[StepBatch], int, int], StepBatch]:
@@ -276,7 +286,7 @@ class RolloutObjective(PromptObjective):
     def _redistribute(self, parts: Sequence[StepBatch], rank: int, world_size: int) -> StepBatch:
         packs = [batch["pack"] for part in parts for batch in part.batches]
         samples = [sample for pack in packs for sample in unpack_samples(pack)]
-        size, columns = self.choices.per_device_train_batch_size, columns_of(samples)
+        size, columns = self.choices.per_device_train_batch_size, self._columns(samples)
         (micro_batches,) = partition_samples(samples, range(len(samples)), 1, size, rank, world_size)
         return step_batch_of(parts[0], micro_batches, columns, parts[0].batches[0]["metrics"])
 
@@ -353,7 +363,7 @@ class RolloutObjective(PromptObjective):
         """Generate completions of the prompts of the dataset, with the same noise each time. Yields packs of samples,
         each with its prepared micro-batch."""
         every, numbers = self.evaluation(module, [row for batch in batches for row in real_rows(batch)], parallel)
-        size, columns = self.choices.per_device_train_batch_size, columns_of(every)
+        size, columns = self.choices.per_device_train_batch_size, self._columns(every)
         steps = partition_samples(every, range(len(every)), 1, size, parallel.rank, parallel.world_size)
         for number, part in enumerate(steps[0]):
             batch: Batch = {"pack": pack_samples(part, columns), "metrics": numbers if number == 0 else {}}
