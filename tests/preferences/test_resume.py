@@ -66,3 +66,19 @@ def test_stopped_run_resumes_to_the_same_weights(workspace, monkeypatch, name):
         assert torch.equal(one[key], other[key]), key
     logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"][:5] for folder in (whole, resumed)]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_best_reward_model_has_the_head_of_its_step(workspace, monkeypatch, save_only_model):
+    folder = workspace / f"best-{save_only_model}"
+    losses(
+        workspace, monkeypatch, stage="rm", save_only_model=save_only_model, load_best_model_at_end=True,
+        metric_for_best_model="loss", greater_is_better=True, eval_dataset=str(workspace / "pairs.json"),
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, output_dir=str(folder),
+    )  # fmt: skip
+    assert json.loads((folder / "trainer_state.json").read_text())["best_global_step"] == 1
+    saved, best, last = (load_file(each / "value_head.safetensors")
+                         for each in (folder, folder / "checkpoint-1", folder / "checkpoint-3"))  # fmt: skip
+    name = "v_head.summary.weight"
+    assert torch.equal(saved[name], best[name])
+    assert not torch.equal(saved[name], last[name])

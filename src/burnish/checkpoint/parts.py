@@ -49,6 +49,8 @@ class Part:
         reads_all_ranks: whether ``held.load_states`` is called with the states of all saved ranks instead of
             ``load_state_dict`` with its own, so that another number of ranks can divide them again.
         is_saved: false if this run's checkpoints omit the part. It is loaded if present.
+        is_of_model: whether the part is trained with the model and belongs to it, like the head of a reward model. It
+            is saved with ``save_only_model`` too, and loaded with the best weights.
         is_collective: all ranks have to call ``state_dict`` together, although only rank 0 writes the file.
         refuses: (own state, state to load) -> a problem if the second belongs to another object, or None. Default: any
             state is loaded.
@@ -62,6 +64,7 @@ class Part:
     is_collective: bool = False
     shards: Shards | None = None
     is_saved: bool = True
+    is_of_model: bool = False
     refuses: Callable[[Mapping[str, Any], Mapping[str, Any]], Problem | None] | None = None
     missing: Callable[[Path, str, str], Problem] = _missing_part
 
@@ -107,10 +110,10 @@ def parts_of(
         weights: the weights of the model.
         scheduler: the learning rate schedule.
         others: further parts. Each is saved under its name, except "state", which is saved as ``trainer_state``.
-        save_only_model: save weights and state only. Such a checkpoint cannot be resumed.
+        save_only_model: save the model and the state only. Such a checkpoint cannot be resumed.
     """
     parts = {
-        "model": Part(weights, weights.file_stem, missing=_mismatched_weights),
+        "model": Part(weights, weights.file_stem, is_of_model=True, missing=_mismatched_weights),
         "optimizer": Part(optimizer, "optimizer", refuses=_mismatched_optimizer),
         "scheduler": Part(scheduler, "scheduler"),
         **{
@@ -119,8 +122,10 @@ def parts_of(
         },
         "rng": Part(RngState(), "rng_state", on_each_rank=True),
     }
-    saved = ("model", "state") if save_only_model else tuple(parts)
-    return {name: replace(part, is_saved=name in saved) for name, part in parts.items()}
+    return {
+        name: replace(part, is_saved=not save_only_model or part.is_of_model or name == "state")
+        for name, part in parts.items()
+    }
 
 
 def _mismatched_weights(folder: Path, name: str, stem: str) -> Problem:

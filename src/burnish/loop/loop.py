@@ -363,7 +363,9 @@ class Loop:
             self.parallel.barrier()  # rank 0 writes checkpoints
         best = self.state.best_model_checkpoint
         if self.options.load_best_model_at_end and best and Path(best).is_dir():  # a failed save has been reported
-            load_part(Path(best), self.parts["model"])
+            for part in self.parts.values():
+                if part.is_of_model:
+                    load_part(Path(best), part)
         self.callbacks.fire("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from burnish.checkpoint.parts import Part
 from burnish.config.errors import UserError
 from burnish.config.options import option
 from burnish.config.registry import Registry
@@ -188,7 +189,9 @@ class RewardObjective(StageObjective):
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        return {"value_head": HeadState(self.head)} if isinstance(self.head, RewardHead) else {}
+        if not isinstance(self.head, RewardHead):
+            return {}
+        return {"value_head": Part(HeadState(self.head), "value_head", is_of_model=True)}
 
     def sequence_title(self, row: Row, name: str) -> str:
         return f"the {name} response, scored at its last token; "

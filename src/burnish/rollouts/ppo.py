@@ -142,7 +142,7 @@ class PpoObjective(RolloutObjective):
     def parts(self) -> Mapping[str, Stateful | Part]:
         assert self.value_head is not None
         own: dict[str, Stateful | Part] = {
-            "value_head": CriticState(self.value_head),
+            "value_head": Part(CriticState(self.value_head), "value_head", is_of_model=True),
             "kl_coefficient": self.coefficient,
             "scores": self.scores,
         }
