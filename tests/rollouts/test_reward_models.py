@@ -361,14 +361,30 @@ def server(monkeypatch):
 
 
 def test_reward_server_scores_texts_and_count_is_checked(server):
-    expected = [len(p + a) for p, a in zip(PROMPTS, ANSWERS, strict=True)]
-    assert (
-        RewardServer(server)(PROMPTS, ANSWERS) == RewardServer(f"{server}/close%20once")(PROMPTS, ANSWERS) == expected
-    )
+    expected = [len(prompt) for prompt in PROMPTS]
+    assert RewardServer(server)(PROMPTS) == RewardServer(f"{server}/close%20once")(PROMPTS) == expected
     with pytest.raises(UserError, match=r"one finite number for each of the 2 texts\. Received: 1\."):
-        RewardServer(f"{server}/short")(["a", "x"], ["", "y"])
+        RewardServer(f"{server}/short")(["a", "xy"])
     with pytest.raises(UserError, match="starts with http"):
-        RewardServer("file:///etc/passwd")(["a"], ["b"])
+        RewardServer("file:///etc/passwd")(["ab"])
+
+
+def test_reward_server_receives_the_text_that_the_policy_reads(monkeypatch, tmp_path):
+    """A server tokenizes it without a template, as LLaMA-Factory's does."""
+    received = []
+
+    def post(server, body):
+        received.extend(json.loads(body)["messages"])
+        return {"scores": [float(len(text) % 7) for text in received]}
+
+    monkeypatch.setattr(RewardServer, "_post", post)
+    address = {"reward_model": "http://127.0.0.1:1/score", "reward_model_type": "api", "reward_funcs": None}
+    run = train({**user(tmp_path), **address, "max_steps": 1})
+    lines = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert "<|im_start|>assistant" in received[0]
+    assert all(any(text.startswith(line["prompt"]) for line in lines) for text in received)
+    assert sum(text.endswith("<|im_end|>") for text in received) == sum(line["ended"] for line in lines)
+    assert sorted(len(text) % 7 for text in received) == sorted(line["rewards"]["reward_model"] for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +399,7 @@ def test_reward_server_scores_texts_and_count_is_checked(server):
 )
 def test_unusable_answer_of_a_reward_server_is_reported(server, path, message):
     with pytest.raises(UserError) as error:
-        RewardServer(f"{server}/{path}")(["a"], ["b"])
+        RewardServer(f"{server}/{path}")(["ab"])
     assert message in str(error.value)
 
 

@@ -239,12 +239,14 @@ class Generator:
             else sample.messages or [{"role": "assistant", "content": sample.text}]
             for sample, record in zip(samples, records, strict=True)
         ]
+        reads_texts = any(function.reads_texts for function in self.functions)
+        texts = [self.tokenizer.decode([*s.prompt, *s.ids], skip_special_tokens=False) for s in samples if reads_texts]
         added = {name: [sample.extra.get(name) for sample in samples] for name in (samples[0].extra if samples else ())}
         return self.compute_rewards(
             self.functions, [record["prompt"] for record in records], completions, [s.ids for s in samples],
             {name: [record["columns"].get(name) for record in records] for name in columns} | added,
             places=[f"record {place.rpartition(' ')[2]}" for place in (s.place for s in samples)],
-            timeout_s=self.options.reward_timeout_s, step=step,
+            **({"texts": texts} if texts else {}), timeout_s=self.options.reward_timeout_s, step=step,
         )  # fmt: skip
 
 

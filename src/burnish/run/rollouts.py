@@ -124,7 +124,8 @@ def reward_model_function(options: RunOptions, parallel: Parallel) -> RewardFunc
     if options.reward_model_type != "api":
         bits = options.reward_model_quantization_bit
         call = reward_model_of(name, options.reward_model_adapters or (), bits, options).to(parallel.device)
-    return RewardFunction(call.__name__, call, 1.0 if weights is None else weights[place], name)
+    weight = 1.0 if weights is None else weights[place]
+    return RewardFunction(call.__name__, call, weight, name, reads_texts=isinstance(call, RewardServer))
 
 
 def with_numbers(prepared: Prepared) -> Prepared:

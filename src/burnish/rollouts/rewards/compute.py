@@ -82,7 +82,7 @@ class RewardTable:
 def compute_rewards(
     functions: Sequence[RewardFunction], prompts: Sequence[Any], completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]], columns: Mapping[str, Sequence[Any]], *,
-    places: Sequence[str] = (), timeout_s: float = 120.0, step: int = 0,
+    places: Sequence[str] = (), texts: Sequence[str] = (), timeout_s: float = 120.0, step: int = 0,
     extra_arguments: Mapping[str, Any] | None = None,
 ) -> RewardTable:  # fmt: skip
     """Call every function once on the C completions.
@@ -92,6 +92,7 @@ def compute_rewards(
         completion_ids: ids of each completion, including its end token.
         columns: other columns of the records, repeated for each completion.
         places: name of the record of each completion in error messages: ``record 12``.
+        texts: prompt and completion of each completion as one text, if a function reads texts.
         timeout_s: time limit of each function.
         step: step that the completions are for, in messages.
         extra_arguments: further arguments: ``trainer_state``, ``environments``.
@@ -108,7 +109,7 @@ def compute_rewards(
         **_log_functions(table, len(completions)),
     }  # fmt: skip
     job = _RewardCall(
-        arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step
+        arguments, list(places) or [f"completion {at + 1}" for at in range(len(completions))], timeout_s, step, texts
     )
     waiting = {}
     for at, function in enumerate(functions):
@@ -150,6 +151,7 @@ class _RewardCall:
     places: list[str]
     timeout_s: float
     step: int
+    texts: Sequence[str] = ()
 
     def call(self, function: RewardFunction) -> Any:
         def scores() -> Any:
@@ -220,6 +222,8 @@ class _RewardCall:
     def _arguments_of(self, function: RewardFunction) -> dict[str, Any]:
         """Return a copy of the arguments of a function, so that changes do not affect other functions or the log. A
         column does not replace an argument that is fixed in ``reward_funcs``."""
+        if function.reads_texts:
+            return {"texts": list(self.texts)}
         known, fixed = function.parameters, function.fixed
         arguments = {**self.arguments, "log_metric": self.arguments["log_metric"](function)}
         return {

@@ -48,6 +48,8 @@ class RewardFunction:
             ``environments``.
         digest: hash of the source code of its file and of the local files that it imports, for the fingerprint of a
             run.
+        reads_texts: whether it is called as ``(texts) -> list[float]`` instead, with each prompt and its completion as
+            one text with special tokens.
     """
 
     name: str
@@ -57,6 +59,7 @@ class RewardFunction:
     parameters: frozenset[str] | None = None
     required: frozenset[str] = frozenset()
     digest: str = ""
+    reads_texts: bool = False
 
     @property
     def fixed(self) -> Mapping[str, Any]:

@@ -237,7 +237,7 @@ def reward_model_of(
 
 class RewardServer:
     """A reward function that calls an HTTP server like LLaMA-Factory's: POST {"model": ..., "messages": [texts]}
-    returns {"scores": [...]}.
+    returns {"scores": [...]}. It receives the prompt with the completion as the policy reads them, with special tokens.
 
     Args:
         url: address of the server.
@@ -248,9 +248,8 @@ class RewardServer:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        texts = [_plain_text(prompt) + _plain_text(answer) for prompt, answer in zip(prompts, completions, strict=True)]
-        answer = self._post(json.dumps({"model": "model", "messages": texts}).encode())
+    def __call__(self, texts: Sequence[str]) -> list[float]:
+        answer = self._post(json.dumps({"model": "model", "messages": list(texts)}).encode())
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(texts):
             received = f"{len(scores)}" if isinstance(scores, list) else reprlib.repr(answer)
@@ -295,7 +294,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ValueError):
         return f"the response is not JSON ({first_line(error)})"
     return first_line(getattr(error, "reason", error))
-
-
-def _plain_text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(str(message.get("content") or "") for message in value)
