@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from bad_inputs import read_output
 from burnish import cli
 from burnish.inference.loading import engine_of, load_for_inference
+from burnish.rollouts.rewards.models import RewardServer
 from burnish.serve.api.app import ServerState, application
 from burnish.serve.api.completions import CompletionService
 from burnish.serve.api.options import ApiOptions
@@ -93,6 +94,15 @@ def test_text_gets_the_score_of_its_last_token(name: str, workspace: Path, capsy
         assert talk["scores"] == pytest.approx(same["scores"], abs=1e-5)
     finally:
         end()
+
+
+def test_server_is_a_reward_model_of_a_training_run(workspace: Path) -> None:
+    running, end = serving(workspace / "value head")
+    try:
+        scores = RewardServer(f"http://127.0.0.1:{running.port}/v1/score/evaluation")(TEXTS)
+    finally:
+        end()
+    assert scores == pytest.approx([by_transformers(workspace / "value head", text) for text in TEXTS], abs=1e-4)
 
 
 def test_unsupported_score_requests_are_rejected(workspace: Path) -> None:

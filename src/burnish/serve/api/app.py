@@ -324,7 +324,7 @@ class Routes:
         service = self.state.ready()
         body_fields, ignored = read_fields(ScoreRequest, body, self.options.api_strict)
         model = body_fields.model
-        service.served.adapter_of(model)
+        service.served.check_scored_name(model)
         scorer = service.served.scorer
         if scorer is None:
             message = f'"{model}" is not a reward model; this endpoint requires one.'
