@@ -286,6 +286,14 @@ def test_exception_is_reported_with_file_line_record_and_completion():
     assert 'Record 4, completion "bbb". Stopped at step 3.' in message
 
 
+def test_exception_is_reported_with_the_content_of_a_message():
+    def fails(completions, **_):
+        raise ValueError("no")
+
+    with pytest.raises(UserError, match='Completion 1, completion "yes"'):
+        compute_rewards(load_rewards([fails]), ["a"], [[{"role": "assistant", "content": "yes"}]], [[1]], {})
+
+
 def test_function_that_does_not_return_is_reported():
     def stuck(completions, **_):
         time.sleep(30)

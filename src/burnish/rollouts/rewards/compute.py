@@ -264,7 +264,7 @@ class _RewardCall:
             except KeyboardInterrupt:
                 raise
             except BaseException:  # the failure that is searched for
-                completion = str(self.arguments["completions"][at])
+                completion = _shown_completion(self.arguments["completions"][at])
                 cut = completion if len(completion) <= _SHOWN else completion[:_SHOWN] + " ..."
                 place = self.places[at]
                 return f' {place[:1].upper()}{place[1:]}, completion "{cut}".'
@@ -302,6 +302,12 @@ def _as_json(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _shown_completion(completion: Any) -> str:
+    """Return a completion as text; of a single message its content."""
+    is_message = isinstance(completion, list) and len(completion) == 1
+    return str(completion[0].get("content") if is_message else completion)
 
 
 def _do_nothing(*_: Any) -> None:
