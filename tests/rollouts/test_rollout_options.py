@@ -124,6 +124,7 @@ def test_ppo_limits_completions_if_max_new_tokens_is_not_positive(tmp_path, max_
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, "Nearest: 8, 16."),
         ({"loss_type": "cispo"}, "epsilon_high: 5.0"),
         ({"loss_type": "dapoo"}, '"loss_type" must be one of'),
+        ({"rl_loss_type": "dapoo"}, '"rl_loss_type" must be one of'),
         ({"scale_rewards": "all"}, '"scale_rewards" must be one of group, batch, none, true, false. Received: "all".'),
         ({"beta": -1}, '"beta" must be at least 0'),
         ({"beta": 0.1, "rl_beta": 0.2}, "names of the same option"),

@@ -77,8 +77,7 @@ def plan(values: Mapping[str, RawValue], extra_checks: Sequence[Check] = ()) -> 
     raise_if(launcher_problems())
     present, problems, foreign = take_unsupported(values, {**specs(RunOptions), **aliases()})
     present = _with_variant_stage(present)
-    present, option_names, twice = _rename_options(present)
-    names_used = {option: name for name, option in option_names.items()}  # messages show the names of the stage
+    present, names_used, twice = _rename_options(present)
     options, wrong = build(RunOptions, present)
     provenance = provenance_of(present)
     options = replace(options, **dependent_defaults(options, provenance))
@@ -125,8 +124,8 @@ def _with_variant_stage(values: Mapping[str, RawValue]) -> dict[str, RawValue]:
 def _rename_options(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue], Mapping[str, str], list[Problem]]:
     """Replace names that have a stage-specific meaning (``StageObjective.option_names``).
 
-    Returns the values, the mapping from these names to options, and a problem for each option that is set under both
-    names.
+    Returns the values, the names of these options in messages (those of the stage, unless the user set the other
+    one), and a problem for each option that is set under both names.
     """
     stage = _stage_of(values)
     names = OBJECTIVES[stage].option_names if stage is not None else {}
@@ -135,7 +134,8 @@ def _rename_options(values: Mapping[str, RawValue]) -> tuple[dict[str, RawValue]
         for key, item in values.items()
         if names.get(key) in values
     ]
-    return {names.get(key, key): item for key, item in values.items()}, names, twice
+    shown = {option: name for name, option in names.items() if option not in values}
+    return {names.get(key, key): item for key, item in values.items()}, shown, twice
 
 
 EVAL_STEPS = 500  # default interval of evaluations, independent of the default interval of logs
