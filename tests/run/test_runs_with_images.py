@@ -10,9 +10,9 @@ from PIL import Image
 
 from burnish.adapters.base import ADAPTERS
 from burnish.cli import main
+from burnish.data.images.limits import apply_image_limits
 from burnish.data.images.options import ImageOptions
 from burnish.models.images import features
-from burnish.models.images.limits import apply_image_limits
 from burnish.run.images.batches import RowCollator, check_processes
 from burnish.run.plan.options import RunOptions
 from image_runs import OTHERS, RECORDS, TEMPLATES, make_workspace, train, write_sets
@@ -260,7 +260,9 @@ def test_exported_processor_files_contain_the_limits_if_requested(workspace, tmp
 def test_image_limits_are_written_in_the_form_of_the_file(tmp_path, settings, expected, name):
     content = settings if name.startswith("pre") else {"image_processor": settings, "processor_class": "Any"}
     (tmp_path / name).write_text(json.dumps(content))
-    notes = apply_image_limits(tmp_path, ImageOptions(image_max_pixels=90_000), is_requested=True)
+    notes = apply_image_limits(
+        [tmp_path / name, tmp_path / "none"], ImageOptions(image_max_pixels=90_000), is_requested=True
+    )
     found = json.loads((tmp_path / name).read_text())
     assert found.get("image_processor", found) == {**settings, **expected}
     assert len(notes) == 1

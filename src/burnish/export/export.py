@@ -29,6 +29,7 @@ from burnish.data.chat.choose import check_template, configure_tokenizer, load_t
 from burnish.data.chat.rendering import PROMPT, Conversation, chat_ids
 from burnish.data.chat.rows import Template
 from burnish.data.chat.truncate import row_length
+from burnish.data.images.limits import apply_image_limits
 from burnish.data.stats import DataStats
 from burnish.export.gguf import check_gguf, gguf_file, write_gguf
 from burnish.export.modelfile import modelfile
@@ -47,14 +48,13 @@ from burnish.inference.loading import (
 )
 from burnish.models.check import check_model
 from burnish.models.export import inference_dtype, problems_of_export, upload, without_gguf
-from burnish.models.images.limits import apply_image_limits
 from burnish.models.load import context_length, load_config
 from burnish.models.options import USED_MODEL
 from burnish.models.quantization.export import without_bits
 from burnish.models.quantization.quantize import quantization_of
 from burnish.models.reward_files import kind_of_head, save_reward_head
 from burnish.models.save import save_model, whole_or_nothing
-from burnish.models.source import adapter_folders, find_source
+from burnish.models.source import PROCESSOR_FILES, adapter_folders, find_source
 from burnish.models.tokens import load_tokenizer
 from burnish.report.card import serving_lines
 from burnish.report.console import note
@@ -107,7 +107,8 @@ def export(values: Mapping[str, RawValue]) -> Path:
         saving: dict[str, Any] = {"dtype": inference_dtype(options), "max_shard_size": f"{options.export_size}GB"}
         save_model(model, tokenizer, place, stop_token_ids=template.stop_token_ids(), **saving)
         if family is not None:
-            notes += apply_image_limits(place, options, options.export_image_limits)
+            files = [place / name for name in PROCESSOR_FILES if not name.startswith("video")]
+            notes += apply_image_limits(files, options, options.export_image_limits)
         elif options.export_image_limits:
             notes.append('"export_image_limits" has no effect on a model without images.')
         if head is not None and (saved := saved_head(options, adapters)):

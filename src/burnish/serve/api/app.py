@@ -27,6 +27,7 @@ from burnish.serve.api.messages import ends_with_assistant
 from burnish.serve.api.options import ApiOptions
 from burnish.serve.api.prompt_queue import PROMPT_WAIT_S, DecodingQueue, PromptQueue
 from burnish.serve.api.requests import (
+    NAME_OF_TRAINERS,
     AnyRequest,
     ChatRequest,
     CompletionRequest,
@@ -324,7 +325,8 @@ class Routes:
         service = self.state.ready()
         body_fields, ignored = read_fields(ScoreRequest, body, self.options.api_strict)
         model = body_fields.model
-        service.served.check_scored_name(model)
+        if model != NAME_OF_TRAINERS:
+            service.served.adapter_of(model)
         scorer = service.served.scorer
         if scorer is None:
             message = f'"{model}" is not a reward model; this endpoint requires one.'

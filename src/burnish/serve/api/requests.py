@@ -56,6 +56,9 @@ COMPLETION_TOKENS = 16
 """Default length of a text completion, as in OpenAI's API and vLLM."""
 _INT64 = 2**63
 
+NAME_OF_TRAINERS = "model"
+"""The model in requests for scores by ``reward_model_type: api``, and by LLaMA-Factory's PPO."""
+
 
 class JsonSchema(Body):
     name: str

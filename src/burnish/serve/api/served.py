@@ -29,8 +29,6 @@ from burnish.serve.api.responses import AnswerCall, Delta
 from burnish.serve.http.errors import APIError
 
 Reasoning = Literal["field", "inline", "drop"]
-_NAME_OF_TRAINERS = "model"
-"""The name that ``reward_model_type: api`` sends for any reward model, and LLaMA-Factory's PPO."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -65,12 +63,6 @@ class ServedModel:
         if model not in self._names:
             raise unknown_model_error(model, list(self._names))
         return self._names[model]
-
-    def check_scored_name(self, model: str) -> None:
-        """Check the ``model`` of a request for scores, which may be the name that training runs send. Raises APIError
-        404."""
-        if model != _NAME_OF_TRAINERS:
-            self.adapter_of(model)
 
     def models(self) -> list[dict[str, Any]]:
         """Return the entries of ``/v1/models``: the model, its aliases and its adapters."""

@@ -1,22 +1,22 @@
-"""Size limits of images in the processor files of an exported model (``export_image_limits``).
+"""Size limits of images in the files of an image processor (``export_image_limits``).
 
-In: a folder with the files of the base model, the options. Out: the same folder; ``image_max_pixels`` and
-``image_min_pixels`` stand in the settings of the image processor.
+In: the files, copied from the base model, and the options. Out: the same files, with ``image_max_pixels`` and
+``image_min_pixels`` in their settings.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
 from burnish.data.images.options import ImageOptions
-from burnish.models.source import PROCESSOR_FILES
 
 
-def apply_image_limits(folder: Path, options: ImageOptions, is_requested: bool) -> list[str]:
-    """Write the limits into the files of ``folder``, or say that they are missing there.
+def apply_image_limits(files: Iterable[Path], options: ImageOptions, is_requested: bool) -> list[str]:
+    """Write the limits into the files that exist, or say that they are missing there.
 
     Args:
         is_requested: whether to write them (``export_image_limits``).
@@ -26,9 +26,7 @@ def apply_image_limits(folder: Path, options: ImageOptions, is_requested: bool) 
     """
     limited = f"{options.image_max_pixels:,}"
     kinds, is_changed, limits_edge = set(), False, False
-    for file in (folder / name for name in PROCESSOR_FILES if not name.startswith("video")):
-        if not file.is_file():
-            continue
+    for file in filter(Path.is_file, files):
         content = json.loads(file.read_text(encoding="utf-8"))
         settings = content.get("image_processor", content)
         kind, before = str(settings.get("image_processor_type")), json.dumps(settings)
