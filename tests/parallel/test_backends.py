@@ -582,3 +582,25 @@ def test_evaluation_has_its_own_dtype():
     assert full_eval_dtype(options(bf16_full_eval=True)) == torch.bfloat16
     assert full_eval_dtype(options(fp16_full_eval=True)) == torch.float16
     assert full_eval_dtype(options()) is None
+
+
+def test_gradients_of_repeated_indices_are_added_in_one_order():
+    """As in models with experts, which read the hidden state of a token once for each expert (with two experts, the
+    order of the sum has no effect)."""
+    SingleProcess(options())
+    generator = torch.Generator().manual_seed(3)
+    indices = torch.randint(16, (20_000,), generator=generator)
+    factors = torch.randn(len(indices), 64, generator=generator)
+
+    def gradient():
+        hidden = torch.zeros(16, 64, requires_grad=True)
+        (hidden[indices] * factors).sum().backward()
+        return hidden.grad
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(8))
+    finally:
+        torch.set_num_threads(threads)

@@ -51,6 +51,7 @@ class SingleProcess:
         self.dtype = autocast_dtype(options, self.device)
         if self.device.type == "cpu":
             keep_few_kernels()
+            use_fixed_order()
         self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
         self.scales_loss = self.scaler is not None
         self.optimizer: Any = None
@@ -240,6 +241,19 @@ def set_precision(model: nn.Module, trainable_dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trainable_dtype)
+
+
+def use_fixed_order() -> None:
+    """Make a CPU add the gradients of repeated indices in a fixed order.
+
+    Otherwise its threads add them in any order, so that two runs of a model with experts, which reads the hidden state
+    of a token once for each expert, differ in the last bits
+    (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html). Deterministic algorithms
+    that are already enabled keep their settings.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def set_seed(seed: int, full_determinism: bool = False) -> None:
