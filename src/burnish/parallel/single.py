@@ -253,7 +253,7 @@ def use_fixed_order() -> None:
     """
     if not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def set_seed(seed: int, full_determinism: bool = False) -> None:
