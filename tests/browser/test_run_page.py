@@ -237,8 +237,9 @@ def test_run_of_another_machine_is_resumed_after_a_question(visitor, server, fir
     visitor.click("#language")
     visitor.locator("#sentence", has_text="在 node-7 上启动").wait_for()
     visitor.click("#resume")
-    visitor.locator("dialog[open] footer button").last.click()
-    wait_for(lambda: len(requests) == 1)
+    with visitor.expect_request("**/continue"):
+        visitor.locator("dialog[open] footer button").last.click()
+    assert len(requests) == 1
 
 
 def test_ended_run_leaves_the_running_ones_and_the_filtered_list(visitor, server, alive) -> None:
@@ -380,4 +381,5 @@ def test_notification_is_shown_above_an_open_dialog(visitor, server) -> None:
     at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
     assert visitor.evaluate("([x, y]) => document.elementFromPoint(x, y).id", at) == "toast"
     visitor.keyboard.press("Escape")
-    assert visitor.locator("#toast").is_visible()
+    visitor.locator("#yaml-dialog").wait_for(state="hidden")
+    visitor.locator("#toast").wait_for()
