@@ -192,7 +192,8 @@ def assembled_parts(run, options, prepared):
         shapes={name: tuple(tensor.shape) for name, tensor in run.parts["model"].state_dict().items()},
         dtypes={str(p.dtype) for p in model.parameters()},
         generation=config.to_dict(),
-        determinism=torch.are_deterministic_algorithms_enabled(),
+        determinism=torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
         **{"eval batches": [len(part) for some in run.eval_sets.values() for part in some.micro_batches]},
     )  # fmt: skip
 
