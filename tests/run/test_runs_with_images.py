@@ -248,6 +248,8 @@ def test_exported_processor_files_contain_the_limits_if_requested(workspace, tmp
          {"min_pixels": 3136, "max_pixels": 90_000, "size": {"shortest_edge": 3136, "longest_edge": 90_000}}),
         ({"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 12544, "longest_edge": 9633792}},
          {"size": {"shortest_edge": 12544, "longest_edge": 90_000}}),
+        ({"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 100_000, "longest_edge": 200_000}},
+         {"size": {"shortest_edge": 100_000, "longest_edge": 100_000}}),
         ({"image_processor_type": "Qwen2VLImageProcessorFast", "size": {"shortest_edge": 3136, "longest_edge": 50_000}},
          {"size": {"shortest_edge": 3136, "longest_edge": 50_000}}),
         ({"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1024}},

@@ -58,7 +58,7 @@ def _limit_pixels(settings: dict[str, Any], options: ImageOptions) -> None:
     own_least = settings.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 0
     own_most = settings.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
     least = max(own_least, options.image_min_pixels)
-    most = min(own_most or options.image_max_pixels, options.image_max_pixels)
+    most = max(least, min(own_most or options.image_max_pixels, options.image_max_pixels))
     if (least, most) != (own_least, own_most):
         settings["size"] = {"shortest_edge": least, "longest_edge": most}
         settings.update(
